@@ -1,0 +1,8 @@
+"""Models: decoder stack, text model, and how they are made."""
+
+from ernie_jax.models.build import abstract_model, build_model, init_model
+from ernie_jax.models.inputs import TextInputs, text_inputs
+from ernie_jax.models.output import ModelOutput
+from ernie_jax.models.text import TextModel
+
+__all__ = ["ModelOutput", "TextInputs", "TextModel", "abstract_model", "build_model", "init_model", "text_inputs"]

@@ -1,0 +1,148 @@
+"""The decoder: layers of one kind stacked and scanned. B batch, T tokens, D model, R repeats of a segment's unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ernie_jax.config.compute import ComputeConfig
+from ernie_jax.config.model import ModelConfig
+from ernie_jax.config.segments import Segment, segments_of
+from ernie_jax.moe import MoE, RouterOutput
+from ernie_jax.nn.attention import Attention
+from ernie_jax.nn.attention_kernels import AttentionMask
+from ernie_jax.nn.dtypes import DtypePolicy
+from ernie_jax.nn.kv_cache import KVCache, LayerCache
+from ernie_jax.nn.mlp import GatedMLP
+from ernie_jax.nn.norm import RMSNorm
+from ernie_jax.parallel import rematerialize
+from ernie_jax.sharding import constrain
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Context:
+    """What every layer of a pass shares: rotary tables, attention mask, [B, T] bool of valid tokens, first cache slot."""
+
+    rope: tuple[jax.Array, jax.Array]
+    mask: AttentionMask
+    valid: jax.Array
+    index: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Collect:
+    """What a pass keeps beyond its result."""
+
+    router_logits: bool = False
+    hidden_states: bool = False
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm block: attention, then a dense MLP or a mixture of experts, each added to the stream."""
+
+    def __init__(
+        self, kind: str, config: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs, stack: int | None = None
+    ) -> None:
+        dtypes = DtypePolicy.of(compute)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtypes=dtypes, rngs=rngs, stack=stack)
+
+        self.input_norm = norm()
+        self.attention = Attention(config, compute, rngs=rngs, stack=stack)
+        self.post_attention_norm = norm()
+        self.moe = MoE(config, compute, rngs=rngs, stack=stack) if kind == "moe" else None
+        self.mlp = (
+            GatedMLP(
+                config.hidden_size,
+                config.intermediate_size,
+                hidden_act=config.hidden_act,
+                initializer_range=config.initializer_range,
+                dtypes=dtypes,
+                rngs=rngs,
+                stack=stack,
+            )
+            if kind == "dense"
+            else None
+        )
+
+    def __call__(
+        self, x: jax.Array, context: Context, cache: LayerCache | None, collect: Collect
+    ) -> tuple[jax.Array, LayerCache | None, RouterOutput | None]:
+        """[B, T, D] -> ([B, T, D], this layer's cache, what its router did or None for a dense layer)."""
+        with jax.named_scope("attention"):
+            attended, cache = self.attention(self.input_norm(x), context.rope, context.mask, cache, context.index)
+            x = x + attended
+        normed = self.post_attention_norm(x)
+        router = None
+        if self.moe is not None:
+            with jax.named_scope("moe"):
+                y, router = self.moe(normed, context.valid, with_logits=collect.router_logits)
+        else:
+            assert self.mlp is not None
+            with jax.named_scope("mlp"):
+                y = self.mlp(normed)
+        return constrain(x + y, "batch", "sequence", "activation_embed"), cache, router
+
+
+class DecoderSegment(nnx.Module):
+    """R repetitions of a unit of layers, every weight with a leading `layers` axis of R, run by one scan."""
+
+    def __init__(self, plan: Segment, config: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs) -> None:
+        self.plan = plan
+        self.remat = compute.remat
+        self.layers = nnx.List([DecoderLayer(kind, config, compute, rngs=rngs, stack=plan.repeats) for kind in plan.unit])
+
+    def __call__(
+        self, x: jax.Array, context: Context, caches: tuple[LayerCache, ...] | None, collect: Collect
+    ) -> tuple[jax.Array, tuple[LayerCache, ...] | None, list[RouterOutput], list[jax.Array]]:
+        """Run all repetitions: (x, caches, router outputs in layer order, hidden states in layer order)."""
+        graphdef, state = nnx.split(self.layers)
+
+        def unit(x: jax.Array, weights: Any, caches: Any, context: Context) -> tuple[jax.Array, Any]:
+            layers = nnx.merge(graphdef, weights)
+            new_caches, routers, hidden = [], [], []
+            for i, layer in enumerate(layers):
+                x, cache, router = layer(x, context, None if caches is None else caches[i], collect)
+                new_caches.append(cache)
+                routers.append(router)
+                hidden.append(x if collect.hidden_states else None)
+            return x, (None if caches is None else tuple(new_caches), tuple(routers), tuple(hidden))
+
+        run = rematerialize(unit, self.remat)
+        x, (new_caches, routers, hidden) = jax.lax.scan(lambda x, xs: run(x, *xs, context), x, (state, caches))
+        repeats, places = range(self.plan.repeats), range(len(self.plan.unit))
+        return (
+            x,
+            new_caches,
+            [jax.tree.map(lambda a, r=r: a[r], routers[i]) for r in repeats for i in places if routers[i] is not None],
+            [hidden[i][r] for r in repeats for i in places if hidden[i] is not None],
+        )
+
+
+class Decoder(nnx.Module):
+    """All segments of a model, in order."""
+
+    def __init__(self, config: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs) -> None:
+        self.segments = nnx.List([DecoderSegment(plan, config, compute, rngs=rngs) for plan in segments_of(config)])
+
+    def __call__(
+        self, x: jax.Array, context: Context, cache: KVCache | None = None, collect: Collect = Collect()
+    ) -> tuple[jax.Array, KVCache | None, tuple[RouterOutput, ...], tuple[jax.Array, ...]]:
+        """[B, T, D] -> (hidden states before the final norm, cache, router outputs of MoE layers, hidden states of layers)."""
+        caches: list[tuple[LayerCache, ...]] = []
+        routers: list[RouterOutput] = []
+        hidden: list[jax.Array] = []
+        for i, segment in enumerate(self.segments):
+            x, layer_caches, outputs, states = segment(x, context, None if cache is None else cache.segments[i], collect)
+            if layer_caches is not None:
+                caches.append(layer_caches)
+            routers += outputs
+            hidden += states
+        if cache is not None:
+            cache = replace(cache, segments=tuple(caches)).advance(x.shape[1])
+        return x, cache, tuple(routers), tuple(hidden)

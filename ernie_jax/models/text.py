@@ -1,0 +1,118 @@
+"""The text model: embedding, decoder, final norm, output head. B batch, T tokens, D model, V vocabulary."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ernie_jax.config.compute import ComputeConfig
+from ernie_jax.config.model import ModelConfig
+from ernie_jax.models.decoder import Collect, Context, Decoder
+from ernie_jax.models.inputs import TextInputs, text_inputs
+from ernie_jax.models.output import ModelOutput
+from ernie_jax.moe import RouterOutput
+from ernie_jax.nn.dtypes import DtypePolicy
+from ernie_jax.nn.embedding import Embedding, Head, project_to_vocabulary
+from ernie_jax.nn.kv_cache import KVCache
+from ernie_jax.nn.norm import RMSNorm
+from ernie_jax.nn.rope import rope_tables
+from ernie_jax.sharding import Layout, constrain, use_layout
+
+
+class TextModel(nnx.Module):
+    """A dense or mixture-of-experts ERNIE 4.5 language model.
+
+    Attributes:
+      config: its shape.
+      compute: how it is run.
+      layout: mesh and rules it runs on, None for one device.
+    """
+
+    def __init__(
+        self, config: ModelConfig, compute: ComputeConfig = ComputeConfig(), *, layout: Layout | None = None, rngs: nnx.Rngs
+    ) -> None:
+        self.config = config
+        self.compute = compute
+        self.layout = layout
+        self.dtypes = DtypePolicy.of(compute)
+        table: dict[str, Any] = {"initializer_range": config.initializer_range, "dtypes": self.dtypes, "rngs": rngs}
+        self.embed = Embedding(config.vocab_size, config.hidden_size, **table)
+        self.decoder = Decoder(config, compute, rngs=rngs)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtypes=self.dtypes, rngs=rngs)
+        self.lm_head = None if config.tie_word_embeddings else Head(config.vocab_size, config.hidden_size, **table)
+
+    @property
+    def head_kernel(self) -> jax.Array:
+        """The [V, D] matrix that makes logits: the head's own, or the tied embedding."""
+        return (self.embed.embedding if self.lm_head is None else self.lm_head.kernel)[...]
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        *,
+        cache: KVCache | None = None,
+        output_hidden_states: bool = False,
+    ) -> ModelOutput:
+        """Logits of every position.
+
+        Args:
+          input_ids: [B, T] integers below the vocabulary size.
+          attention_mask: [B, T], 0 at padding (left or right).
+          segment_ids: [B, T], equal numbers see each other, 0 is padding; for packed documents.
+          position_ids: [B, T]; counts from 0 (from the cache's position when there is one), whatever the mask, by default.
+          cache: continue from these keys and values; its write position moves on in the returned cache.
+          output_hidden_states: also return embeddings and each layer's output.
+
+        Returns:
+          ModelOutput with logits [B, T, V] float32 and, for each MoE layer, router scores and load.
+
+        Raises:
+          ValueError: shapes or values that do not fit, a full cache.
+        """
+        inputs = text_inputs(self.config, input_ids, attention_mask, segment_ids, position_ids, cache)
+        collect = Collect(router_logits=True, hidden_states=output_hidden_states)
+        if isinstance(inputs.input_ids, jax.core.Tracer):
+            return self.forward(inputs, cache, collect)
+        graphdef, state = nnx.split(self)
+        return _compiled_forward(graphdef, state, inputs, cache, collect)
+
+    def forward(self, inputs: TextInputs, cache: KVCache | None = None, collect: Collect = Collect()) -> ModelOutput:
+        """The pass itself, for use inside jit: logits of every position of checked inputs."""
+        with use_layout(self.layout):
+            hidden, cache, router, states = self._hidden(inputs, cache, collect)
+            logits = project_to_vocabulary(hidden, self.head_kernel, self.dtypes)
+            return ModelOutput(logits, router, states if collect.hidden_states else None, cache)
+
+    def hidden(self, inputs: TextInputs) -> tuple[jax.Array, tuple[RouterOutput, ...]]:
+        """Normed hidden states [B, T, D] and router outputs, without the head: what a chunked loss starts from."""
+        with use_layout(self.layout):
+            hidden, _, router, _ = self._hidden(inputs, None, Collect())
+            return hidden, router
+
+    def _hidden(
+        self, inputs: TextInputs, cache: KVCache | None, collect: Collect
+    ) -> tuple[jax.Array, KVCache | None, tuple[RouterOutput, ...], tuple[jax.Array, ...]]:
+        valid = constrain(inputs.segment_ids != 0, "batch", None)
+        with jax.named_scope("embed"):
+            x = self.embed(inputs.input_ids)
+        rope = rope_tables(inputs.position_ids, self.config.head_dim, self.config.rope_theta)
+        if cache is not None:
+            cache = cache.admit(inputs.segment_ids)
+        context = Context(rope, inputs.mask(cache), valid, None if cache is None else cache.index)
+        embedded = x
+        x, cache, router, states = self.decoder(x, context, cache, collect)
+        x = self.norm(x)
+        return x, cache, router, (embedded, *states[:-1], x) if collect.hidden_states else ()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _compiled_forward(graphdef: Any, state: Any, inputs: TextInputs, cache: KVCache | None, collect: Collect) -> ModelOutput:
+    model: TextModel = nnx.merge(graphdef, state)
+    return model.forward(inputs, cache, collect)

@@ -1,0 +1,21 @@
+"""Router, losses, balance, grouped matmul, dispatch and the mixture-of-experts layer."""
+
+from ernie_jax.moe.balance import balance_rate, update_bias
+from ernie_jax.moe.block import MoE
+from ernie_jax.moe.losses import load_balance_loss, orthogonal_loss, transformers_auxiliary_loss, z_loss
+from ernie_jax.moe.router import RouterBias
+from ernie_jax.moe.routing import RouterOutput, RouterStats, Routing
+
+__all__ = [
+    "MoE",
+    "RouterBias",
+    "RouterOutput",
+    "RouterStats",
+    "Routing",
+    "balance_rate",
+    "load_balance_loss",
+    "orthogonal_loss",
+    "transformers_auxiliary_loss",
+    "update_bias",
+    "z_loss",
+]

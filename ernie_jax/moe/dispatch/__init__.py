@@ -1,0 +1,48 @@
+"""Dispatchers by name, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ernie_jax.moe.dispatch.all_to_all import AllToAllDispatcher
+from ernie_jax.moe.dispatch.local import LocalDispatcher
+from ernie_jax.moe.dispatch.protocol import Dispatcher, ExchangePlan
+from ernie_jax.moe.dispatch.ragged import RaggedDispatcher
+from ernie_jax.moe.dispatch.replicated import ReplicatedDispatcher
+
+DISPATCHERS: dict[str, Callable[[ExchangePlan], Dispatcher]] = {
+    "local": LocalDispatcher,
+    "replicated": ReplicatedDispatcher,
+    "all_to_all": AllToAllDispatcher,
+    "ragged": RaggedDispatcher,
+}
+
+
+def make_dispatcher(name: str, plan: ExchangePlan) -> Dispatcher:
+    """The dispatcher called `name`; `auto` is `local` for one shard and `all_to_all` otherwise.
+
+    Raises:
+      ValueError: an unknown name; `local` with experts split over several devices; `ragged` on a backend without it.
+    """
+    if name == "auto":
+        name = "local" if plan.shards == 1 else "all_to_all"
+    if name not in DISPATCHERS:
+        raise ValueError(f"unknown dispatch {name!r}; expected 'auto' or one of {sorted(DISPATCHERS)}")
+    if name == "local" and plan.shards > 1:
+        raise ValueError(
+            f"dispatch='local' keeps every token on its device, but the experts are split over {plan.shards} devices "
+            f"(mesh axis {plan.axis!r}); use 'all_to_all', 'replicated' or 'auto'"
+        )
+    return DISPATCHERS[name](plan)
+
+
+__all__ = [
+    "DISPATCHERS",
+    "AllToAllDispatcher",
+    "Dispatcher",
+    "ExchangePlan",
+    "LocalDispatcher",
+    "RaggedDispatcher",
+    "ReplicatedDispatcher",
+    "make_dispatcher",
+]

@@ -1,0 +1,89 @@
+"""Expert exchange by all-to-all with one fixed bucket for each peer. n tokens, G peers, C bucket rows, M slots a row, D model.
+
+Forward: three all-to-alls a MoE layer (rows, their expert lists, results). Backward: three (the transposes). With no
+capacity a bucket has n rows, enough for the worst skew, so nothing is dropped; a capacity factor makes buckets smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from ernie_jax.moe.dispatch.buckets import (
+    collect_slots,
+    fill_slots,
+    rows_for_peers,
+    slots_for_peers,
+    tokens_of_slots,
+)
+from ernie_jax.moe.dispatch.local import LocalDispatcher, LocalResiduals
+from ernie_jax.moe.dispatch.protocol import ExchangePlan
+from ernie_jax.moe.routing import Routing
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExchangeResiduals:
+    """The way back: the local sort on the expert's side, and each token's places on the sender's side."""
+
+    local: LocalResiduals
+    token: jax.Array
+    slot: jax.Array
+    needed: jax.Array
+
+
+@dataclass(frozen=True)
+class AllToAllDispatcher:
+    """Exact exchange with static buckets; runs on every backend."""
+
+    plan: ExchangePlan
+
+    def _local(self) -> LocalDispatcher:
+        return LocalDispatcher(ExchangePlan(num_experts=self.plan.experts_per_shard, shards=1))
+
+    def _exchange(self, buffer: jax.Array) -> jax.Array:
+        """[G, C, ...] with one bucket a peer -> [G, C, ...] with the bucket each peer sent here."""
+        with jax.named_scope("moe_exchange"):
+            return jax.lax.all_to_all(buffer, self.plan.axis, split_axis=0, concat_axis=0, tiled=True)
+
+    def dispatch(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, ExchangeResiduals]:
+        """x [n, D] -> rows [G C M, D]; see `Dispatcher`."""
+        n, dim = x.shape
+        peers, experts = self.plan.shards, self.plan.experts_per_shard
+        bucket = n if self.plan.bucket_rows is None else min(n, self.plan.bucket_rows)
+        with jax.named_scope("moe_buckets"):
+            rows = rows_for_peers(routing.expert_index, self.plan)
+            slot = rows.place + jnp.arange(peers, dtype=jnp.int32) * bucket
+            token = tokens_of_slots(rows, slot, peers * bucket)
+            send = fill_slots(x, token, slot, rows.needed).reshape(peers, bucket, dim)
+            index, weights = slots_for_peers(routing, self.plan)
+            lists = self._lists(index, weights, token, bucket)
+        received, lists = self._exchange(send), self._exchange(lists)
+        slots = lists.shape[-1] // 2
+        # An empty place announces expert E_local, which the local sort sends nowhere.
+        here = Routing(
+            jax.lax.stop_gradient(lists[..., :slots]).astype(jnp.int32).reshape(peers * bucket, slots),
+            lists[..., slots:].reshape(peers * bucket, slots),
+        )
+        assert here.expert_index.shape[-1] <= max(experts, 1)
+        sorted_rows, sizes, local = self._local().dispatch(received.reshape(peers * bucket, dim), here)
+        return sorted_rows, sizes, ExchangeResiduals(local, token, slot, rows.needed)
+
+    def _lists(self, index: jax.Array, weights: jax.Array, token: jax.Array, bucket: int) -> jax.Array:
+        """[G, C, 2 M] float32 expert indices and weights of each bucket row, packed so that one exchange carries both."""
+        n, peers, slots = index.shape
+        # Row s of the buffer belongs to peer s // bucket; empty rows (token = n) take the added last entry.
+        peer = jnp.repeat(jnp.arange(peers), bucket)
+        flat = jnp.minimum(token, n) * peers + peer
+        padded_index = jnp.concatenate([index.reshape(n * peers, slots), jnp.full((peers, slots), self.plan.experts_per_shard)])
+        padded_weights = jnp.concatenate([weights.reshape(n * peers, slots), jnp.zeros((peers, slots), weights.dtype)])
+        lists = jnp.concatenate([padded_index[flat].astype(jnp.float32), padded_weights[flat].astype(jnp.float32)], -1)
+        return lists.reshape(peers, bucket, 2 * slots)
+
+    def combine(self, outputs: jax.Array, residuals: ExchangeResiduals) -> jax.Array:
+        """outputs -> [n, D]: weighted on the expert's side, one row back for each (token, peer), added on the sender's side."""
+        combined = self._local().combine(outputs, residuals.local)
+        back = self._exchange(combined.reshape(self.plan.shards, -1, combined.shape[-1]))
+        return collect_slots(back.reshape(-1, back.shape[-1]), residuals.token, residuals.slot, residuals.needed)

@@ -1,0 +1,55 @@
+"""What a dispatcher is. n tokens of this device, D model, K chosen, R rows, G expert shards, E_local = E / G experts a device.
+
+A dispatcher runs inside `shard_map`, on the tokens and the experts of one device:
+
+    rows, group_sizes, residuals = dispatcher.dispatch(x, routing)      # rows of this device's experts, sorted by expert
+    y = dispatcher.combine(outputs, residuals)                          # [n, D], every token's weighted sum
+
+`rows` [R, D] has a static number of rows; the first sum(group_sizes) are real and the rest are spare, with any content.
+Every dispatcher is exact: it drops nothing, since capacity was applied to the routing before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from ernie_jax.moe.routing import Routing
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """Static facts of one exchange.
+
+    Attributes:
+      num_experts: E over all devices.
+      shards: G, devices of the expert axis.
+      axis: name of the mesh axis the experts are split over.
+      bucket_rows: most rows a device may send to one peer; None for as many as it has tokens (the exact default).
+    """
+
+    num_experts: int
+    shards: int
+    axis: str = "expert"
+    bucket_rows: int | None = None
+
+    @property
+    def experts_per_shard(self) -> int:
+        """E_local, experts of one device."""
+        return self.num_experts // self.shards
+
+
+class Dispatcher(Protocol):
+    """Moves tokens to their experts and results back."""
+
+    plan: ExchangePlan
+
+    def dispatch(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, Any]:
+        """x [n, D], routing [n, K] with global expert indices -> (rows [R, D], group_sizes [E_local] int32, residuals)."""
+        ...
+
+    def combine(self, outputs: jax.Array, residuals: Any) -> jax.Array:
+        """outputs [R, D] of the experts, in the order of `rows` -> [n, D]."""
+        ...

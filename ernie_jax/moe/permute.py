@@ -1,0 +1,68 @@
+"""Sorting rows by expert and back, with gathers in both directions. n tokens, K slots a token, A = n K assignments, D model.
+
+The transpose of a gather is a scatter-add, slow on every backend and racy on some; since both directions of each index are
+at hand here, the backward of a gather is the gather with the inverse.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def sort_by_expert(expert_index: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Order assignments by expert, stable in token order.
+
+    Args:
+      expert_index: [A] int32; `num_experts` marks an assignment that goes nowhere and sorts behind all others.
+      num_experts: E.
+
+    Returns:
+      (order [A]: assignment at each sorted place; inverse [A]: sorted place of each assignment; group_sizes [E] int32).
+    """
+    count = expert_index.shape[0]
+    iota = jnp.arange(count, dtype=jnp.int32)
+    _, order = jax.lax.sort((expert_index, iota), num_keys=1, is_stable=True)
+    inverse = jnp.zeros((count,), jnp.int32).at[order].set(iota, unique_indices=True)
+    # Group ends by binary search in the sorted keys, instead of a histogram over a one-hot matrix.
+    ends = jnp.searchsorted(expert_index[order], jnp.arange(num_experts, dtype=expert_index.dtype), side="right")
+    return order, inverse, jnp.diff(ends, prepend=0).astype(jnp.int32)
+
+
+@jax.custom_vjp
+def expand(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Rows of sorted assignments: x [n, D] -> [A, D] with row i = x[order[i] // K], K = A / n."""
+    return jnp.take(x, order // (order.shape[0] // x.shape[0]), axis=0, unique_indices=False, mode="clip")
+
+
+def _expand_fwd(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, tuple[jax.Array, int]]:
+    return expand(x, order, inverse), (inverse, x.shape[0])
+
+
+def _expand_bwd(residuals: tuple[jax.Array, int], ct: jax.Array) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+    inverse, n = residuals
+    ct_x = jnp.take(ct, inverse.reshape(n, -1), axis=0, mode="clip").sum(1)
+    return ct_x, _no_gradient(inverse), _no_gradient(inverse)
+
+
+@jax.custom_vjp
+def permute(rows: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """rows [A, ...] -> rows[index], where `index` is a permutation and `inverse` its inverse."""
+    return jnp.take(rows, index, axis=0, unique_indices=True, mode="clip")
+
+
+def _permute_fwd(rows: jax.Array, index: jax.Array, inverse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return permute(rows, index, inverse), inverse
+
+
+def _permute_bwd(inverse: jax.Array, ct: jax.Array) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+    return jnp.take(ct, inverse, axis=0, unique_indices=True, mode="clip"), _no_gradient(inverse), _no_gradient(inverse)
+
+
+def _no_gradient(index: jax.Array) -> np.ndarray:
+    return np.zeros(index.shape, jax.dtypes.float0)
+
+
+expand.defvjp(_expand_fwd, _expand_bwd)
+permute.defvjp(_permute_fwd, _permute_bwd)

@@ -1,0 +1,67 @@
+"""What a router decides and what is counted about it. B batch, T tokens, E experts, K experts a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Routing:
+    """The chosen experts of each token.
+
+    Attributes:
+      expert_index: [..., K] int32 in 0..E-1; E where the token goes nowhere (padding, or dropped by capacity).
+      weights: [..., K] mixing weights, 0 where the token goes nowhere.
+    """
+
+    expert_index: jax.Array
+    weights: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RouterStats:
+    """Sums over the valid tokens of one MoE layer; sums add up over microbatches and devices, so nothing depends on the split.
+
+    Attributes:
+      load: [E] float32, assignments dispatched to each expert (after capacity).
+      top_k: [E] float32, assignments the uncorrected probabilities would make (the balance loss counts these).
+      probability: [E] float32, sum of router probabilities (differentiable).
+      z_square: scalar, sum of logsumexp(logits)^2 (differentiable).
+      entropy: scalar, sum of the entropies of the router distributions, in nats.
+      dropped: scalar, assignments dropped by capacity.
+      tokens: scalar, valid tokens.
+    """
+
+    load: jax.Array
+    top_k: jax.Array
+    probability: jax.Array
+    z_square: jax.Array
+    entropy: jax.Array
+    dropped: jax.Array
+    tokens: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RouterOutput:
+    """What a MoE layer tells about its routing: `logits` [B, T, E] are raw scores, before softmax and bias; None unless asked for."""
+
+    stats: RouterStats
+    logits: jax.Array | None
+
+    @property
+    def load(self) -> jax.Array:
+        """[E] assignments dispatched to each expert."""
+        return self.stats.load
+
+
+def count_experts(expert_index: jax.Array, num_experts: int) -> jax.Array:
+    """How often each expert occurs in `expert_index` [..., K]: [E] float32; entries equal to E are not counted."""
+    # A comparison and a sum, not a scatter: it stays sharded with the tokens and reduces across them.
+    hits = expert_index[..., None] == jnp.arange(num_experts, dtype=expert_index.dtype)
+    return jnp.sum(hits, axis=tuple(range(hits.ndim - 1)), dtype=jnp.float32)

@@ -1,0 +1,1 @@
+"""Layers: norm, rotary positions, attention, gated MLP, embedding; the dtype policy."""

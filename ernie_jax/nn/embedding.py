@@ -1,0 +1,42 @@
+"""Token embedding and output head. B batch, T tokens, D model, V vocabulary."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ernie_jax.nn.dtypes import DtypePolicy
+from ernie_jax.nn.parameter import normal, parameter
+from ernie_jax.sharding import constrain
+
+
+class Embedding(nnx.Module):
+    """A table [V, D] of token vectors; also the output head of models that tie the two."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, initializer_range: float, dtypes: DtypePolicy, rngs: nnx.Rngs) -> None:
+        self.dtypes = dtypes
+        self.embedding = parameter(
+            rngs, (vocab_size, hidden_size), ("vocab", "embed"), init=normal(initializer_range), dtype=dtypes.param
+        )
+
+    def __call__(self, input_ids: jax.Array) -> jax.Array:
+        """Integers [B, T] -> vectors [B, T, D] in the compute format."""
+        vectors = jnp.take(self.embedding[...], input_ids, axis=0)
+        return constrain(self.dtypes.cast(vectors), "batch", "sequence", "activation_embed")
+
+
+class Head(nnx.Module):
+    """An untied output head: kernel [V, D]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, initializer_range: float, dtypes: DtypePolicy, rngs: nnx.Rngs) -> None:
+        self.kernel = parameter(
+            rngs, (vocab_size, hidden_size), ("vocab", "embed"), init=normal(initializer_range), dtype=dtypes.param
+        )
+
+
+def project_to_vocabulary(x: jax.Array, kernel: jax.Array, dtypes: DtypePolicy) -> jax.Array:
+    """Logits [B, T, V] in float32 from hidden states [B, T, D] and a head (or tied table) [V, D]."""
+    x = constrain(x, "batch", "full_sequence", "activation_embed")
+    logits = jnp.einsum("btd,vd->btv", x, dtypes.cast(kernel), preferred_element_type=jnp.float32)
+    return constrain(logits, "batch", "full_sequence", "activation_vocab")

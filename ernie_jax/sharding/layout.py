@@ -1,0 +1,120 @@
+"""A layout is a mesh and a rule table; inside it, logical names constrain arrays.
+
+The layout travels as a static field of the model. While a model runs, `use_layout` makes it the current one, so that a
+layer can write `constrain(x, "batch", "sequence", "activation_embed")` without being handed a mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ernie_jax.config.model import ModelConfig
+from ernie_jax.sharding.rules import AxisRules, rules_named
+
+# Which size of a model each logical axis splits: (logical axis, what to call it, how to read it).
+_SPLIT_SIZES = (
+    ("vocab", "vocab_size", lambda c: c.vocab_size),
+    ("embed", "hidden_size", lambda c: c.hidden_size),
+    ("expert_embed", "hidden_size", lambda c: c.hidden_size if c.moe else None),
+    ("heads", "num_attention_heads", lambda c: c.num_attention_heads),
+    ("kv_heads", "num_key_value_heads", lambda c: c.num_key_value_heads),
+    ("mlp", "intermediate_size", lambda c: c.intermediate_size),
+    ("mlp", "the width of the shared experts", lambda c: c.moe.shared_intermediate_size if c.moe else None),
+    ("expert", "moe.num_experts", lambda c: c.moe.num_experts if c.moe else None),
+    ("expert_mlp", "moe.intermediate_size", lambda c: c.moe.intermediate_size if c.moe else None),
+    ("expert_mlp", "moe.vision_intermediate_size", lambda c: c.moe.vision_intermediate_size if c.moe else None),
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lives: a mesh and the rules that map logical axes onto it. Hashable, so it can be static under jit."""
+
+    mesh: Mesh
+    rules: AxisRules
+
+    def axis_size(self, *mesh_axes: str) -> int:
+        """Number of shards over the given mesh axes together."""
+        return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
+
+    def shards(self, logical: str) -> int:
+        """Number of shards of one logical axis."""
+        return self.axis_size(*self.rules.mesh_axes(logical))
+
+    def spec(self, logical: Sequence[str | None], what: str = "an array") -> PartitionSpec:
+        """PartitionSpec of an array with these logical axes (see `AxisRules.spec` for the errors)."""
+        return self.rules.spec(logical, what)
+
+    def sharding(self, logical: Sequence[str | None], what: str = "an array") -> NamedSharding:
+        """NamedSharding of an array with these logical axes."""
+        return NamedSharding(self.mesh, self.spec(logical, what))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of scalars and of everything held whole on each device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+def make_layout(mesh: Mesh, config: ModelConfig, rules: str | AxisRules = "tp_sp") -> Layout:
+    """A layout for one model, with every size checked against the mesh before any array is made.
+
+    With fewer kv heads than tensor shards the kv heads are held whole by each shard (they are small, and every shard needs
+    one of them); this is the only rule that yields.
+
+    Raises:
+      ValueError: a pipeline axis above 1, or a size of the model that its mesh axes do not divide, with the numbers.
+    """
+    table = rules_named(rules) if isinstance(rules, str) else rules
+    if mesh.shape["pipeline"] != 1:
+        raise ValueError(
+            f"mesh axis pipeline={mesh.shape['pipeline']}: pipeline schedules are not available yet; use pipeline=1 and give the "
+            "devices to data, tensor or expert"
+        )
+    tensor, kv_heads = mesh.shape["tensor"], config.num_key_value_heads
+    if "tensor" in table.mesh_axes("kv_heads") and kv_heads < tensor and tensor % kv_heads == 0:
+        table = table.replace(table.name, {"kv_heads": (), "activation_kv_heads": ()})
+    layout = Layout(mesh, table)
+    for logical, label, read in _SPLIT_SIZES:
+        size, shards = read(config), layout.shards(logical)
+        if size and size % shards:
+            axes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in table.mesh_axes(logical))
+            raise ValueError(
+                f"{label}={size} cannot be split over {axes} ({shards} shards, remainder {size % shards}) by rules {table.name!r}; "
+                f"choose mesh sizes whose product divides {size}"
+            )
+    return layout
+
+
+_current: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("ernie_jax_layout", default=None)
+
+
+@contextlib.contextmanager
+def use_layout(layout: Layout | None) -> Iterator[None]:
+    """Make `layout` the one that `constrain` and `current_layout` see inside the block."""
+    token = _current.set(layout)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_layout() -> Layout | None:
+    """The layout of the model that is running, or None outside of one."""
+    return _current.get()
+
+
+def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
+    """Constrain an activation to the current layout by the logical name of each dimension; outside a layout, unchanged."""
+    layout = _current.get()
+    if layout is None or layout.mesh.size == 1:
+        return x
+    if len(logical) != x.ndim:
+        raise ValueError(f"array of shape {x.shape} constrained with {len(logical)} logical axes {logical}; name each dimension")
+    return jax.lax.with_sharding_constraint(x, layout.sharding(logical, f"activation of shape {x.shape}"))
