@@ -1,0 +1,25 @@
+"""python launch/train.py --config=configs/quickstart.py --workdir=runs/quickstart
+
+A small mixture-of-experts model on the source text of the Python standard library: every part of ERNIE 4.5 (grouped-query
+attention, interleaved rotary positions, a dense first layer, shared experts, the aux-free router) on eight devices.
+"""
+
+import ml_collections
+
+from ernie_jax.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.model = {"preset": "quickstart"}
+    config.steps = 400
+    config.log_every = 10
+    config.batch_size = 16
+    config.seq_len = 256
+    config.mesh.update({"data": 2, "tensor": 2, "expert": 2})
+    config.schedule.update({"kind": "wsd", "peak": 3e-3, "minimum": 1e-4, "warmup": 40, "steady_end": 300})
+    config.data.kind = "standard_library"
+    config.checkpoint.update({"every": 100, "keep": 2})
+    config.eval.update({"every": 100, "batches": 6})
+    config.sample.update({"prompt": "def __init__(self, ", "max_new_tokens": 48})
+    return config

@@ -1,0 +1,63 @@
+"""How a model is run: number formats, kernels, dispatch, recomputation. Nothing here changes what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ernie_jax.config.nearest import did_you_mean
+
+DTYPES = ("float32", "bfloat16")
+ATTENTION = ("auto", "dense", "chunked", "cudnn")
+DISPATCH = ("auto", "local", "replicated", "all_to_all", "ragged")
+GROUPED_MATMUL = ("auto", "blocks", "ragged_dot", "dense")
+
+
+def one_of(owner: str, field: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{owner}.{field}={value!r}; expected one of {allowed}{did_you_mean(str(value), allowed)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """Choices of execution.
+
+    Attributes:
+      dtype: format of activations and of the inputs of matrix products.
+      param_dtype: storage of parameters (routers stay float32).
+      attention: kernel; `auto` is cuDNN on GPU in 16 bits, else dense up to `attention_chunk_from` tokens and chunked beyond.
+      attention_chunk: tokens of a chunk of the chunked kernel.
+      attention_chunk_from: longest sequence that `auto` gives to the dense kernel.
+      remat: `none`, `full`, or the tags of the tensors to keep.
+      dispatch: how tokens reach their experts; `auto` is local on one expert shard and all_to_all otherwise.
+      grouped_matmul: backend of the experts' products; `auto` picks by platform.
+      capacity_factor: most load of an expert in a row, relative to the mean; None drops nothing.
+      router_temperature: divides router scores; 1 is the published model.
+      loss_chunk: tokens of a device whose logits exist at once in training.
+    """
+
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    attention: str = "auto"
+    attention_chunk: int = 1024
+    attention_chunk_from: int = 2048
+    remat: str | tuple[str, ...] = "none"
+    dispatch: str = "auto"
+    grouped_matmul: str = "auto"
+    capacity_factor: float | None = None
+    router_temperature: float = 1.0
+    loss_chunk: int = 1024
+
+    def __post_init__(self) -> None:
+        for field in ("dtype", "param_dtype"):
+            one_of("ComputeConfig", field, getattr(self, field), DTYPES)
+        one_of("ComputeConfig", "attention", self.attention, ATTENTION)
+        one_of("ComputeConfig", "dispatch", self.dispatch, DISPATCH)
+        one_of("ComputeConfig", "grouped_matmul", self.grouped_matmul, GROUPED_MATMUL)
+        for field in ("attention_chunk", "attention_chunk_from", "loss_chunk"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"ComputeConfig.{field}={getattr(self, field)}; expected a positive number of tokens")
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(f"ComputeConfig.capacity_factor={self.capacity_factor}; expected a positive number, or None to drop nothing")
+        if not self.router_temperature > 0:
+            raise ValueError(f"ComputeConfig.router_temperature={self.router_temperature}; expected a positive number")

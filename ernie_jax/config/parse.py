@@ -1,0 +1,138 @@
+"""From the ConfigDict of a recipe (with its command-line overrides) to a validated RunConfig."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+from ml_collections import config_dict
+
+from ernie_jax.config.hf import config_from_hf
+from ernie_jax.config.model import ModelConfig, MoEConfig, VisionConfig
+from ernie_jax.config.nearest import did_you_mean
+from ernie_jax.config.presets import PRESETS, preset
+from ernie_jax.config.run import DataConfig, RunConfig
+
+
+def default_config() -> ml_collections.ConfigDict:
+    """Every key of a run with its default, for a recipe to fill in; `--config.mesh.expert=4` overrides any of them.
+
+    `config.model.preset` names a preset or a folder with a Hugging Face `config.json`. Any other key of `config.model` (and
+    of `config.model.moe`) replaces a field of that model.
+    """
+    config = ml_collections.ConfigDict({"model": {"preset": "quickstart"}, "steps": 100, "batch_size": 8, "seq_len": 256})
+    for run_field in dataclasses.fields(RunConfig):
+        if run_field.name in config:
+            continue
+        if run_field.name == "data":
+            config.data = _placeholders(DataConfig)
+        elif run_field.default_factory is not dataclasses.MISSING:
+            config[run_field.name] = _placeholders(typing.cast(type, run_field.default_factory))
+        else:
+            config[run_field.name] = run_field.default
+    return config
+
+
+def _placeholders(owner: type) -> ml_collections.ConfigDict:
+    """The defaults of a dataclass; an optional field holds a typed placeholder, so that a flag can set it."""
+    hints = typing.get_type_hints(owner)
+    section = ml_collections.ConfigDict()
+    for f in dataclasses.fields(owner):
+        kinds = [k for k in typing.get_args(hints[f.name]) if k is not types.NoneType]
+        if f.default is None and kinds:
+            section[f.name] = config_dict.placeholder(kinds[0])
+        else:
+            section[f.name] = f.default
+    return section
+
+
+def run_config_from(config: Mapping[str, Any] | ml_collections.ConfigDict) -> RunConfig:
+    """The run a recipe describes.
+
+    Raises:
+      ValueError: an unknown key with the nearest known one, a value of the wrong type, or values that do not fit together.
+    """
+    plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
+    model = plain.pop("model", None)
+    if model is None:
+        raise ValueError(f"config.model is missing; set config.model.preset to one of {', '.join(PRESETS)} or a folder")
+    plain["model"] = _model(model)
+    return _build(RunConfig, plain, "config")
+
+
+def _model(value: Any) -> ModelConfig:
+    if isinstance(value, ModelConfig):
+        return value
+    fields = dict(value) if isinstance(value, Mapping) else {"preset": value}
+    if "preset" not in fields:
+        return _build(ModelConfig, fields, "config.model")
+    name = fields.pop("preset")
+    if not isinstance(name, str):
+        raise ValueError(f"config.model.preset={name!r}; expected the name of a preset or a folder")
+    base = config_from_hf(name) if name not in PRESETS and (Path(name) / "config.json").is_file() else preset(name)
+    merged = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+    for section, owner in (("moe", MoEConfig), ("vision", VisionConfig)):
+        if isinstance(fields.get(section), Mapping):
+            current = getattr(base, section)
+            known = {} if current is None else dataclasses.asdict(current)
+            fields[section] = _build(owner, known | dict(fields[section]), f"config.model.{section}")
+    return _build(ModelConfig, merged | fields, "config.model")
+
+
+def _build(owner: type, values: Mapping[str, Any], path: str) -> Any:
+    """A dataclass from a mapping, strict about names and types."""
+    hints = typing.get_type_hints(owner)
+    known = [f.name for f in dataclasses.fields(owner)]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"unknown key {path}.{key}{did_you_mean(str(key), known)}; {path} has {', '.join(sorted(known))}")
+    built = {key: _convert(hints[key], value, f"{path}.{key}") for key, value in values.items()}
+    missing = [
+        f.name
+        for f in dataclasses.fields(owner)
+        if f.name not in built and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(f'{path}.{name}' for name in missing)}")
+    return owner(**built)
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """`value` as the annotated type, or a ValueError; int passes for float, a list for a tuple, nothing else is bent."""
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint if isinstance(hint, type) else ()):
+            return value
+        if isinstance(value, Mapping):
+            return _build(typing.cast(type, hint), value, path)
+        raise ValueError(f"{path}={value!r}; expected a section with keys {[f.name for f in dataclasses.fields(hint)]}")
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        for option in arguments:
+            try:
+                return _convert(option, value, path)
+            except ValueError:
+                continue
+        raise ValueError(f"{path}={value!r} ({type(value).__name__}); expected {_name(hint)}")
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{path}={value!r} ({type(value).__name__}); expected a list")
+        inner = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(inner) != len(value):
+            raise ValueError(f"{path}={value!r}; expected {len(inner)} entries, got {len(value)}")
+        return tuple(_convert(kind, item, f"{path}[{i}]") for i, (kind, item) in enumerate(zip(inner, value, strict=True)))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is types.NoneType and value is None:
+        return None
+    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ValueError(f"{path}={value!r} ({type(value).__name__}); expected {_name(hint)}")
+
+
+def _name(hint: Any) -> str:
+    return getattr(hint, "__name__", None) or str(hint).replace("NoneType", "None")

@@ -1,0 +1,308 @@
+"""One training run: everything `config.json` of a run's folder holds, as validated frozen dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from ernie_jax.config.compute import ComputeConfig, one_of
+from ernie_jax.config.model import ModelConfig
+
+
+def _at_least(owner: str, bound: float, /, **fields: float | None) -> None:
+    for name, value in fields.items():
+        if value is not None and value < bound:
+            raise ValueError(f"{owner}.{name}={value}; expected at least {bound}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes (-1 once takes the devices that are left) and what ZeRO shards over data.
+
+    `zero`: 0 nothing, 1 the optimiser state, 3 the parameters as well.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 3):
+            raise ValueError(f"config.mesh.zero={self.zero}; expected 0 (nothing sharded), 1 (optimiser state) or 3 (parameters too)")
+
+    @property
+    def rules(self) -> str:
+        """Name of the sharding rules of the parameters."""
+        return "fsdp" if self.zero == 3 else "tp_sp"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis sizes as `make_mesh` takes them."""
+        return {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoETrainConfig:
+    """Routing and balance during training.
+
+    Attributes:
+      dispatch, grouped_matmul, capacity_factor, router_temperature: see ComputeConfig.
+      aux_loss_coef, z_loss_coef, orthogonal_coef: weights of the router losses, 0 leaves one out.
+      orthogonal_form: `loss` adds the orthogonal loss to the objective; `step` subtracts its gradient from the gate after the
+        optimiser, not scaled by the learning rate.
+      orthogonal_groups: compare gate rows only within this many groups of experts; 1 compares all.
+      bias_update_rate: step of the aux-free correction bias, once an optimiser step; 0 leaves it.
+      freeze_gate: no update of the gate, and so none of its bias.
+      freeze_bias: no update of the correction bias.
+      balance_scope: `step` takes the load-balance frequencies from the whole optimiser step, exact however the batch is
+        accumulated, for an extra forward pass when it is; `microbatch` from each microbatch, as the published recipes.
+    """
+
+    dispatch: str = "auto"
+    grouped_matmul: str = "auto"
+    capacity_factor: float | None = None
+    router_temperature: float = 1.0
+    aux_loss_coef: float = 1e-5
+    z_loss_coef: float = 0.0
+    orthogonal_coef: float = 0.0
+    orthogonal_form: str = "loss"
+    orthogonal_groups: int = 1
+    bias_update_rate: float = 1e-3
+    freeze_gate: bool = False
+    freeze_bias: bool = False
+    balance_scope: str = "step"
+
+    def __post_init__(self) -> None:
+        one_of("config.moe", "orthogonal_form", self.orthogonal_form, ("loss", "step"))
+        one_of("config.moe", "balance_scope", self.balance_scope, ("step", "microbatch"))
+        coefficients = ("aux_loss_coef", "z_loss_coef", "orthogonal_coef", "bias_update_rate")
+        _at_least("config.moe", 0.0, **{name: getattr(self, name) for name in coefficients})
+        _at_least("config.moe", 1, orthogonal_groups=self.orthogonal_groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, clipping, averaging and what happens to non-finite steps.
+
+    Attributes:
+      b1, b2, eps, weight_decay: AdamW.
+      clip_norm: global gradient norm above which gradients are scaled down; None never.
+      decay_exclude: parameters whose path contains one of these have no weight decay.
+      ema_decay: decay of the exponential moving average of the weights, None for no average.
+      max_nonfinite: stop after this many skipped steps in a row.
+    """
+
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+    decay_exclude: tuple[str, ...] = ("bias", "norm")
+    ema_decay: float | None = None
+    max_nonfinite: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("b1", "b2", "ema_decay"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"config.optimizer.{name}={value}; expected a number in [0, 1)")
+        _at_least("config.optimizer", 0.0, eps=self.eps, weight_decay=self.weight_decay)
+        _at_least("config.optimizer", 1, max_nonfinite=self.max_nonfinite)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"config.optimizer.clip_norm={self.clip_norm}; expected a positive norm, or None for no clipping")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate by optimiser step.
+
+    Attributes:
+      kind: `wsd` (warm-up, steady, decay), `cosine`, `constant`.
+      peak, minimum: learning rates; warm-up rises from 0 to peak.
+      warmup: steps of warm-up.
+      steady_end: the step at which the WSD decay begins; None for 0.9 of all steps.
+      tail: shape of the WSD decay, `1-sqrt` or `half_life`.
+    """
+
+    kind: str = "wsd"
+    peak: float = 3e-4
+    minimum: float = 3e-5
+    warmup: int = 0
+    steady_end: int | None = None
+    tail: str = "1-sqrt"
+
+    def __post_init__(self) -> None:
+        one_of("config.schedule", "kind", self.kind, ("wsd", "cosine", "constant"))
+        one_of("config.schedule", "tail", self.tail, ("1-sqrt", "half_life"))
+        _at_least("config.schedule", 0, warmup=self.warmup, minimum=self.minimum)
+        if not self.peak > 0 or self.minimum > self.peak:
+            raise ValueError(
+                f"config.schedule: peak={self.peak}, minimum={self.minimum}; expected a positive peak and a minimum not above it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from.
+
+    Attributes:
+      kind: `files` reads `paths`; `standard_library` makes a corpus of the running Python's own source text.
+      paths, eval_paths: globs of training and held-out files (text, JSONL, Parquet).
+      format: `auto` by suffix, or `text`, `jsonl`, `parquet`.
+      text_field: field or column with the text.
+      tokenizer: folder with a `tokenizer.json`; None trains one on the corpus (kind `standard_library`).
+      packing: `greedy` fills rows with several documents, `none` gives each document its own rows.
+      on_bad_record: `error`, or `skip` and count.
+      shuffle: permute the records anew each epoch.
+      max_bytes: most text taken from the standard library.
+      prefetch: batches prepared ahead.
+    """
+
+    kind: str = "files"
+    paths: tuple[str, ...] = ()
+    eval_paths: tuple[str, ...] = ()
+    format: str = "auto"
+    text_field: str = "text"
+    tokenizer: str | None = None
+    packing: str = "greedy"
+    on_bad_record: str = "error"
+    shuffle: bool = True
+    max_bytes: int = 24_000_000
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        one_of("config.data", "kind", self.kind, ("files", "standard_library"))
+        one_of("config.data", "format", self.format, ("auto", "text", "jsonl", "parquet"))
+        one_of("config.data", "packing", self.packing, ("greedy", "none"))
+        one_of("config.data", "on_bad_record", self.on_bad_record, ("error", "skip"))
+        _at_least("config.data", 1, max_bytes=self.max_bytes)
+        _at_least("config.data", 0, prefetch=self.prefetch)
+        if self.kind == "files" and not self.paths:
+            raise ValueError("config.data.paths is empty; give the globs of the training files, or set config.data.kind='standard_library'")
+        if self.kind == "files" and self.tokenizer is None:
+            raise ValueError("config.data.tokenizer is not set; give a folder with a tokenizer.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving: every `every` steps (0 only at the end), the last `keep` and each multiple of `keep_every` are kept."""
+
+    every: int = 100
+    keep: int = 3
+    keep_every: int | None = None
+    asynchronous: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("config.checkpoint", 0, every=self.every)
+        _at_least("config.checkpoint", 1, keep=self.keep, keep_every=self.keep_every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Held-out loss every `every` steps (0 only at the end) over at most `batches` batches."""
+
+    every: int = 0
+    batches: int = 8
+
+    def __post_init__(self) -> None:
+        _at_least("config.eval", 0, every=self.every)
+        _at_least("config.eval", 1, batches=self.batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Greedy continuation of `prompt` every `every` steps (0 only at the end; an empty prompt never)."""
+
+    every: int = 0
+    prompt: str = ""
+    max_new_tokens: int = 48
+
+    def __post_init__(self) -> None:
+        _at_least("config.sample", 0, every=self.every)
+        _at_least("config.sample", 1, max_new_tokens=self.max_new_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """A profiler trace of `steps` steps from step `start` (0 steps for none)."""
+
+    start: int = 10
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("config.profile", 0, start=self.start, steps=self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run. Batch sizes are global: `batch_size` rows of `seq_len` tokens an optimiser step, in `accumulate` parts."""
+
+    model: ModelConfig
+    steps: int
+    batch_size: int
+    seq_len: int
+    accumulate: int = 1
+    log_every: int = 10
+    dtype: str = "float32"
+    seed: int = 0
+    remat: str | tuple[str, ...] = "none"
+    attention: str = "auto"
+    loss_chunk: int = 1024
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    moe: MoETrainConfig = field(default_factory=MoETrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    data: DataConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "config", 1, steps=self.steps, batch_size=self.batch_size, seq_len=self.seq_len, accumulate=self.accumulate, log_every=self.log_every
+        )
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"config.batch_size={self.batch_size} cannot be split into config.accumulate={self.accumulate} equal parts "
+                f"(remainder {self.batch_size % self.accumulate}); choose a batch size that is a multiple of {self.accumulate}"
+            )
+        if self.seq_len > self.model.max_position_embeddings:
+            raise ValueError(
+                f"config.seq_len={self.seq_len} is beyond the model's max_position_embeddings={self.model.max_position_embeddings}"
+            )
+        schedule = self.schedule
+        if schedule.kind != "constant" and schedule.warmup > self.steps:
+            raise ValueError(f"config.schedule.warmup={schedule.warmup} is longer than config.steps={self.steps}")
+        if schedule.kind == "wsd" and schedule.steady_end is not None and schedule.steady_end < schedule.warmup:
+            raise ValueError(
+                f"config.schedule.steady_end={schedule.steady_end} lies before the end of warm-up at step {schedule.warmup}"
+            )
+        moe = self.model.moe
+        if moe is not None and moe.num_experts % self.moe.orthogonal_groups:
+            raise ValueError(
+                f"config.moe.orthogonal_groups={self.moe.orthogonal_groups} does not divide the {moe.num_experts} experts"
+            )
+        # Raises now, before any work, on formats and kernels that do not exist.
+        assert self.compute
+
+    @property
+    def compute(self) -> ComputeConfig:
+        """How the model is run in training; parameters are stored in float32, the master copy."""
+        return ComputeConfig(
+            dtype=self.dtype,
+            remat=self.remat,
+            attention=self.attention,
+            loss_chunk=self.loss_chunk,
+            dispatch=self.moe.dispatch,
+            grouped_matmul=self.moe.grouped_matmul,
+            capacity_factor=self.moe.capacity_factor,
+            router_temperature=self.moe.router_temperature,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionaries, as written to `config.json`."""
+        return dataclasses.asdict(self)
