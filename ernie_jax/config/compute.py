@@ -39,7 +39,7 @@ class ComputeConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     attention: str = "auto"
-    attention_chunk: int = 1024
+    attention_chunk: int = 256
     attention_chunk_from: int = 2048
     remat: str | tuple[str, ...] = "none"
     dispatch: str = "auto"

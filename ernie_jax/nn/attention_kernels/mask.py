@@ -1,0 +1,55 @@
+"""Who sees whom. B batch, T query tokens, S keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionMask:
+    """Query t sees key s when their segments are equal and not 0 and the key does not come later.
+
+    Segment 0 is padding: a padded query sees nothing and its output is zero. The index of a token is its place in the row,
+    which packing and left padding do not change; it is not its rotary position.
+
+    Attributes:
+      query_segment_ids, query_index: [B, T] int32.
+      key_segment_ids, key_index: [B, S] int32.
+    """
+
+    query_segment_ids: jax.Array
+    key_segment_ids: jax.Array
+    query_index: jax.Array
+    key_index: jax.Array
+
+    @classmethod
+    def causal(cls, segment_ids: jax.Array) -> AttentionMask:
+        """Self attention over tokens with segments [B, T]."""
+        index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
+        return cls(segment_ids, segment_ids, index, index)
+
+    @classmethod
+    def cached(cls, query_segment_ids: jax.Array, key_segment_ids: jax.Array, index: jax.Array) -> AttentionMask:
+        """New tokens [B, T] that stand at slots index, index + 1, ... of a cache with segments [B, S] (0 = empty slot)."""
+        query = index + jnp.arange(query_segment_ids.shape[1], dtype=jnp.int32)
+        key = jnp.arange(key_segment_ids.shape[1], dtype=jnp.int32)
+        return cls(
+            query_segment_ids,
+            key_segment_ids,
+            jnp.broadcast_to(query, query_segment_ids.shape),
+            jnp.broadcast_to(key, key_segment_ids.shape),
+        )
+
+    def allowed(self) -> jax.Array:
+        """[B, T, S] bool."""
+        return allowed(self.query_segment_ids, self.query_index, self.key_segment_ids, self.key_index)
+
+
+def allowed(query_segments: jax.Array, query_index: jax.Array, key_segments: jax.Array, key_index: jax.Array) -> jax.Array:
+    """The rule itself on [B, t] queries and [B, s] keys: [B, t, s] bool."""
+    same = (query_segments[:, :, None] == key_segments[:, None, :]) & (query_segments[:, :, None] != 0)
+    return same & (key_index[:, None, :] <= query_index[:, :, None])
