@@ -11,7 +11,7 @@ from ernie_jax.config import default_config
 
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
-    config.model = {"preset": "ernie-4.5-0.3b"}
+    config.model.preset = "ernie-4.5-0.3b"
     config.steps = 100_000
     config.batch_size = 256
     config.seq_len = 4096

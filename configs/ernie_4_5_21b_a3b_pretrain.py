@@ -12,7 +12,7 @@ from ernie_jax.config import default_config
 
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
-    config.model = {"preset": "ernie-4.5-21b-a3b", "initializer_range": 0.00482174}
+    config.model.update({"preset": "ernie-4.5-21b-a3b", "initializer_range": 0.00482174})
     config.steps = 670_000
     config.batch_size = 128
     config.seq_len = 4096

@@ -12,7 +12,7 @@ from ernie_jax.config import default_config
 
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
-    config.model = {"preset": "ernie-4.5-300b-a47b", "initializer_range": 0.00482174}
+    config.model.update({"preset": "ernie-4.5-300b-a47b", "initializer_range": 0.00482174})
     config.steps = 256_760
     config.batch_size = 15_120
     config.seq_len = 4096

@@ -11,7 +11,7 @@ from ernie_jax.config import default_config
 
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
-    config.model = {"preset": "quickstart"}
+    config.model.preset = "quickstart"
     config.steps = 400
     config.log_every = 10
     config.batch_size = 16

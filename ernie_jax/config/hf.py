@@ -1,295 +1,313 @@
-"""`config.json` of Hugging Face checkpoints, read in the old and the new spelling and written in the new one.
+"""A model's shape from a Hugging Face `config.json`, in the spellings of old and new files.
 
-Fields the mathematics does not use (dtype, use_cache, the transformers version, capacity lists of the Paddle recipes ...) are
-passed over. Where a json is silent or wrong about shared experts or tied embeddings, the weights decide: pass their names.
+What the weights say wins over what the file says, because published files are known to be wrong or silent about two things:
+
+- shared experts: the class default is 2, yet the 300B checkpoints have none and may lack the field;
+- the tied head: a converted vision-language file may say "tied" beside an untied `lm_head.weight`.
+
+So a caller that can see the checkpoint passes the names of its tensors (best: a mapping from name to shape). Without them a
+missing `moe_num_shared_experts` means 0, and the flag of the file is believed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from pathlib import Path
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from etils import epath
+
+from ernie_jax.config.hf_fields import HfFields
+from ernie_jax.config.hf_write import config_to_hf
 from ernie_jax.config.model import ModelConfig, MoEConfig, VisionConfig
+from ernie_jax.config.nearest import did_you_mean
 
-_DENSE, _MOE = "ernie4_5", "ernie4_5_moe"
-_VISION = ("ernie4_5_vl_moe", "ernie4_5_moe_vl")
-MODEL_TYPES = (_DENSE, _MOE, *_VISION)
-# Class default of the dense family, where head_dim is not hidden_size / heads.
-_DENSE_HEAD_DIM = 128
-_MROPE_SECTION = (22, 22, 20)
+__all__ = ["MODEL_TYPES", "TensorNames", "config_from_hf", "config_to_hf"]
 
+TensorNames = Iterable[str] | Mapping[str, Sequence[int]]
 
-class _Reader:
-    """Reads fields of one json object under any of their spellings, and names the file in errors."""
+logger = logging.getLogger(__name__)
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        for name in names:
-            if self.values.get(name) is not None:
-                return self.values[name]
-        return default
-
-    def need(self, *names: str) -> Any:
-        value = self.get(*names)
-        if value is None:
-            raise ValueError(f"{self.where}: the field {' or '.join(names)} is missing")
-        return value
+_ROPE_THETA = 500000.0
+_HEAD_DIM = 128  # class default of the dense model; the other classes have none and divide
+_TEMPORAL_FREQUENCIES = 20
 
 
-def read_json(folder: str | Path) -> dict[str, Any]:
-    """The `config.json` of a checkpoint folder.
-
-    Raises:
-      ValueError: no folder, no file, or not a json object.
-    """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; expected a folder with a Hugging Face checkpoint")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}; expected an object")
-    return values
-
-
-def config_from_hf(source: str | Path | Mapping[str, Any], *, tensor_names: Collection[str] | None = None) -> ModelConfig:
-    """The model shape a Hugging Face `config.json` describes.
+def config_from_hf(
+    source: str | os.PathLike[str] | Mapping[str, Any], *, tensor_names: TensorNames | None = None
+) -> ModelConfig:
+    """The shape of a published or exported model.
 
     Args:
-      source: a checkpoint folder, or the parsed json.
-      tensor_names: names of the checkpoint's tensors, which then decide whether there are shared experts and whether the
-        output head is tied. Without them a json without `moe_num_shared_experts` means none, as in the 300B files (the
-        reference loader would assume two and fail).
+      source: a folder with a `config.json`, the file itself (any path `etils.epath` reads), or its content.
+      tensor_names: names of the checkpoint's tensors, or a mapping from name to shape; they decide on shared experts and on
+        the tied head (see the module).
 
     Raises:
-      ValueError: an unknown model type, a missing field, rope scaling, biases, or flags that contradict the tensors.
+      ValueError: an unknown model_type, a missing or mistyped key, a feature that is not supported (bias, scaled rope), or a
+        file that contradicts the tensors; the file and the key are named.
     """
-    where = "config.json" if isinstance(source, Mapping) else str(Path(source) / "config.json")
-    values = source if isinstance(source, Mapping) else read_json(source)
+    values, where = _load(source)
     model_type = values.get("model_type")
     if model_type not in MODEL_TYPES:
-        raise ValueError(f"{where}: model_type={model_type!r}; expected one of {', '.join(MODEL_TYPES)}")
-    vision_language = model_type in _VISION
-    text = _Reader(values.get("text_config", values) if vision_language else values, where)
-    if text.get("use_bias", default=False):
-        raise ValueError(f"{where}: use_bias=true is not supported; no published ERNIE 4.5 model has biases in its projections")
-    hidden, heads = text.need("hidden_size"), text.need("num_attention_heads")
-    theta, section = _rope(text, hidden, heads, vision_language)
-    head_dim = text.get("head_dim", default=_DENSE_HEAD_DIM if model_type == _DENSE else hidden // heads)
-    layers = text.need("num_hidden_layers")
-    tied = _tied(text, _Reader(values, where), tensor_names)
-    return ModelConfig(
-        vocab_size=text.need("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=text.need("intermediate_size"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=text.get("num_key_value_heads", default=heads),
-        head_dim=head_dim,
-        tie_word_embeddings=tied,
-        hidden_act=text.get("hidden_act", default="silu"),
-        rope_theta=float(theta),
-        rms_norm_eps=text.get("rms_norm_eps", default=1e-5),
-        max_position_embeddings=text.get("max_position_embeddings", default=131072),
-        initializer_range=text.get("initializer_range", default=0.02),
-        pad_token_id=text.get("pad_token_id", default=0),
-        bos_token_id=text.get("bos_token_id", default=1),
-        eos_token_id=text.get("eos_token_id", default=2),
-        num_nextn_predict_layers=text.get("num_nextn_predict_layers", default=0),
-        mrope_section=section,
-        moe=None if model_type == _DENSE else _moe(text, layers, vision_language, tensor_names),
-        vision=_vision(values, where) if vision_language else None,
-    )
-
-
-def _rope(text: _Reader, hidden: int, heads: int, vision_language: bool) -> tuple[float, tuple[int, int, int] | None]:
-    parameters = text.get("rope_parameters", "rope_scaling", default={})
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    # Older vision-language files name their 3D rotation instead of a scaling.
-    if kind not in ("default", "mrope", "ernie_3d"):
-        raise ValueError(f"{text.where}: rope_type={kind!r}; only unscaled rotary positions ('default') exist in ERNIE 4.5")
-    theta = parameters.get("rope_theta", text.get("rope_theta", default=500000.0))
-    if not vision_language:
-        return theta, None
-    section = parameters.get("mrope_section", text.get("mrope_section", default=_MROPE_SECTION))
-    return theta, tuple(section)  # type: ignore[return-value]
-
-
-def _tied(text: _Reader, top: _Reader, tensor_names: Collection[str] | None) -> bool:
-    flag = text.get("tie_word_embeddings", default=top.get("tie_word_embeddings"))
-    if tensor_names is None:
-        return True if flag is None else bool(flag)
-    has_head = "lm_head.weight" in tensor_names
-    if flag is False and not has_head:
         raise ValueError(
-            f"{text.where} says tie_word_embeddings=false, but the checkpoint has no lm_head.weight; add the head, or set the flag to true"
+            f"{where}: model_type={model_type!r}{did_you_mean(str(model_type), MODEL_TYPES)}; supported are {', '.join(MODEL_TYPES)}"
         )
-    # A head beside a flag that says "tied" is compared with the embedding by the importer, which knows the values.
-    return bool(flag) if flag is not None else not has_head
+    evidence = None if tensor_names is None else _Evidence(tensor_names)
+    try:
+        return MODEL_TYPES[model_type](HfFields(values, where), evidence)
+    except ValueError as error:
+        # The shape's own checks do not know where the numbers came from.
+        if where in str(error):
+            raise
+        raise ValueError(f"{where}: {error}") from error
 
 
-def _moe(text: _Reader, layers: int, vision_language: bool, tensor_names: Collection[str] | None) -> MoEConfig:
-    def scalar(value: Any) -> int:
-        return int(value[0]) if isinstance(value, list | tuple) else int(value)
+def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    if isinstance(source, Mapping):
+        return source, "config.json"
+    path = epath.Path(source)
+    path = path if path.suffix == ".json" else path / "config.json"
+    if not path.exists():
+        raise ValueError(f"no Hugging Face configuration at {path}; expected a folder with a config.json")
+    try:
+        values = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")
+    return values, str(path)
 
-    experts = text.need("moe_num_experts", "num_experts")
-    if isinstance(experts, list | tuple) and len(set(experts)) > 1:
-        raise ValueError(f"{text.where}: moe_num_experts={list(experts)}; text and vision must have the same number of experts")
-    widths = text.need("moe_intermediate_size")
-    widths = list(widths) if isinstance(widths, list | tuple) else [widths]
-    shared = text.get("moe_num_shared_experts")
-    if tensor_names is not None:
-        present = any(".shared_experts." in name for name in tensor_names)
-        if shared and not present:
+
+class _Evidence:
+    """What the tensors of a checkpoint say about its shape."""
+
+    def __init__(self, names: TensorNames) -> None:
+        shapes = names if isinstance(names, Mapping) else dict.fromkeys(names)
+        self.has_head = any(name.split(".")[-2:] == ["lm_head", "weight"] for name in shapes)
+        shared = {name: shape for name, shape in shapes.items() if ".shared_experts." in name}
+        self.has_shared = bool(shared)
+        # [width, D] for gate and up, [D, width] for down.
+        widths = (shape[1 if ".down_proj." in name else 0] for name, shape in shared.items() if shape is not None)
+        self.shared_width: int | None = next(widths, None)
+
+
+def _tied(fields: Sequence[HfFields], evidence: _Evidence | None) -> bool:
+    where = fields[0].where
+    found = [f.read(bool, "tie_word_embeddings") for f in fields if f.raw("tie_word_embeddings") is not None]
+    if evidence is not None:
+        if not evidence.has_head and False in found:
             raise ValueError(
-                f"{text.where} says moe_num_shared_experts={shared}, but the checkpoint has no shared_experts tensors; "
-                "set the field to 0 if the model has none"
+                f"{where}: tie_word_embeddings is false, but the checkpoint has no lm_head.weight; either the file of the head is "
+                "missing or the flag should be true"
             )
-        if present and not shared:
-            raise ValueError(
-                f"{text.where} does not say how many shared experts there are, but the checkpoint has shared_experts tensors; "
-                "set moe_num_shared_experts (the width of shared_experts.gate_proj over moe_intermediate_size)"
-            )
-    start, end = text.get("moe_layer_start_index", default=0), text.get("moe_layer_end_index", default=-1)
-    interval = text.get("moe_layer_interval", default=1)
-    kinds = text.get("mlp_layer_types")
-    if kinds is not None:
-        sparse = [i for i, kind in enumerate(kinds) if kind == "sparse"]
-        if len(kinds) != layers or not sparse or sparse != list(range(sparse[0], sparse[-1] + 1)):
-            raise ValueError(
-                f"{text.where}: mlp_layer_types={kinds}; expected {layers} entries, 'dense' or 'sparse', with the sparse ones in one run"
-            )
-        start, end, interval = sparse[0], sparse[-1], 1
-    elif vision_language and text.get("moe_layer_start_index") is None:
-        start = 1
-    start = min(start) if isinstance(start, list | tuple) else start
-    end = max(end) if isinstance(end, list | tuple) else end
+        if evidence.has_head and True in found:
+            logger.warning("%s: tie_word_embeddings is true beside a stored lm_head.weight; the stored head is used", where)
+        return not evidence.has_head
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"{where}: tie_word_embeddings is {found[0]} at the top and {found[1]} in text_config; pass `tensor_names`, "
+            "so that the presence of lm_head.weight decides"
+        )
+    return found[0] if found else True
+
+
+def _head_dim(fields: HfFields, hidden: int, heads: int, *, default: int | None) -> int:
+    if fields.raw("head_dim") is not None:
+        return fields.read(int, "head_dim")
+    if default is not None and "head_dim" not in fields.values:
+        return default
+    if hidden % heads:
+        raise ValueError(f"{fields.where} lacks head_dim, and hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    return hidden // heads
+
+
+def _rope(fields: HfFields, *, kinds: Sequence[str] = ("default",), theta: float = _ROPE_THETA) -> tuple[float, HfFields | None]:
+    """Rope base and the object that may hold `mrope_section`."""
+    nested = fields.section("rope_parameters", "rope_scaling")
+    if nested is None:
+        return fields.read(float, "rope_theta", default=theta), None
+    kind = nested.read(str, "rope_type", "type", default="default")
+    if kind not in kinds:
+        raise ValueError(f"{nested.where}: rope_type={kind!r} is not supported; expected {' or '.join(kinds)}")
+    top = fields.read(float, "rope_theta", default=theta)
+    return nested.read(float, "rope_theta", default=top), nested
+
+
+def _text(fields: HfFields, *, head_dim: int | None = None) -> dict[str, Any]:
+    """The fields every decoder has, but for the tied head."""
+    hidden, heads = fields.read(int, "hidden_size"), fields.read(int, "num_attention_heads")
+    optional: dict[str, Any] = {}
+    for name in ("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "num_nextn_predict_layers"):
+        if fields.raw(name) is not None:
+            optional[name] = fields.read(int, name)
+    for name in ("rms_norm_eps", "initializer_range"):
+        if fields.raw(name) is not None:
+            optional[name] = fields.read(float, name)
+    return optional | {
+        "vocab_size": fields.read(int, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.read(int, "intermediate_size"),
+        "num_hidden_layers": fields.read(int, "num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.read(int, "num_key_value_heads"),
+        "head_dim": _head_dim(fields, hidden, heads, default=head_dim),
+        "hidden_act": fields.read(str, "hidden_act", default="silu"),
+        "rope_theta": _rope(fields)[0],
+    }
+
+
+def _layer_range(fields: HfFields, layers: int) -> dict[str, int]:
+    """Which layers are MoE, as start, end and interval: from the explicit list of kinds or from the three fields."""
+    kinds = fields.raw("mlp_layer_types")
+    if kinds is None:
+        starts = fields.integers("moe_layer_start_index", default=1)
+        ends = fields.integers("moe_layer_end_index", default=-1)
+        interval = fields.read(int, "moe_layer_interval", default=1)
+        end = max(layers - 1 if end == -1 else end for end in ends)
+        return {"layer_start": min(starts), "layer_end": min(end, layers - 1), "layer_interval": interval}
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise ValueError(f"{fields.where}: mlp_layer_types={kinds!r}; expected num_hidden_layers={layers} entries, 'dense' or 'sparse'")
+    sparse = [index for index, kind in enumerate(kinds) if kind == "sparse"]
+    if not sparse:
+        raise ValueError(f"{fields.where}: mlp_layer_types has no 'sparse' layer; a model with experts needs one")
+    interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+    rule = [i for i in range(sparse[0], sparse[-1] + 1) if (i + 1) % interval == 0]
+    if sparse != rule:
+        raise ValueError(
+            f"{fields.where}: mlp_layer_types has sparse layers {sparse}; supported are all layers l of a range with "
+            "(l + 1) divisible by an interval"
+        )
+    return {"layer_start": sparse[0], "layer_end": sparse[-1], "layer_interval": interval}
+
+
+def _moe(fields: HfFields, layers: int, evidence: _Evidence | None, *, modalities: int = 1) -> MoEConfig:
+    experts = set(fields.integers("moe_num_experts", "num_experts"))
+    chosen = set(fields.integers("moe_k", "num_experts_per_tok"))
+    widths = fields.integers("moe_intermediate_size")
+    if len(experts) > 1 or len(chosen) > 1:
+        raise ValueError(
+            f"{fields.where}: moe_num_experts={sorted(experts)}, moe_k={sorted(chosen)}; text and vision need equal numbers of experts"
+        )
+    if len(widths) != modalities:
+        raise ValueError(f"{fields.where}: moe_intermediate_size={list(widths)}; expected {modalities} width(s), one a modality")
     return MoEConfig(
-        num_experts=scalar(experts),
-        num_experts_per_tok=scalar(text.need("moe_k", "num_experts_per_tok")),
-        intermediate_size=int(widths[0]),
-        num_shared_experts=int(shared or 0),
-        layer_start=start,
-        layer_end=layers - 1 if end == -1 else min(end, layers - 1),
-        layer_interval=interval,
-        norm_min=text.get("moe_norm_min", default=1e-12),
-        vision_intermediate_size=int(widths[1] if len(widths) > 1 else widths[0]) if vision_language else None,
+        num_experts=experts.pop(),
+        num_experts_per_tok=chosen.pop(),
+        intermediate_size=widths[0],
+        num_shared_experts=_shared_experts(fields, widths[0], evidence),
+        norm_min=fields.read(float, "moe_norm_min", default=1e-12),
+        vision_intermediate_size=widths[1] if modalities == 2 else None,
+        **_layer_range(fields, layers),
     )
 
 
-def _vision(values: Mapping[str, Any], where: str) -> VisionConfig:
-    default = VisionConfig()
-    tower, top = _Reader(values.get("vision_config", {}), f"{where}, vision_config"), _Reader(values, where)
-    hidden = tower.get("hidden_size", "embed_dim", default=default.hidden_size)
-    return VisionConfig(
-        depth=tower.get("depth", "num_hidden_layers", default=default.depth),
+def _shared_experts(fields: HfFields, expert_width: int, evidence: _Evidence | None) -> int:
+    name = "moe_num_shared_experts"
+    stated = fields.read(int, name, default=0)
+    if evidence is None:
+        return stated
+    if not evidence.has_shared:
+        return 0
+    width = evidence.shared_width
+    if width is None:
+        if stated == 0:
+            raise ValueError(
+                f"{fields.where}: {name} is absent or 0, but the checkpoint has shared_experts tensors; pass their shapes "
+                f"(`tensor_names` as a mapping from name to shape) or set {name}"
+            )
+        return stated
+    if width % expert_width:
+        raise ValueError(
+            f"{fields.where}: shared_experts tensors of width {width} are not a whole number of experts of moe_intermediate_size={expert_width}"
+        )
+    return width // expert_width
+
+
+def _dense_model(fields: HfFields, evidence: _Evidence | None) -> ModelConfig:
+    model = ModelConfig(**_text(fields, head_dim=_HEAD_DIM), tie_word_embeddings=_tied([fields], evidence))
+    fields.warn_unread()
+    return model
+
+
+def _moe_model(fields: HfFields, evidence: _Evidence | None) -> ModelConfig:
+    text = _text(fields)
+    moe = _moe(fields, text["num_hidden_layers"], evidence)
+    model = ModelConfig(**text, moe=moe, tie_word_embeddings=_tied([fields], evidence))
+    fields.warn_unread()
+    return model
+
+
+def _vision_language_model(fields: HfFields, evidence: _Evidence | None) -> ModelConfig:
+    # The original files keep the decoder's fields at the top, the converted ones in `text_config`.
+    decoder = fields.section("text_config") or fields
+    text = _text(decoder)
+    moe = _moe(decoder, text["num_hidden_layers"], evidence, modalities=2)
+    tied = _tied([fields] if decoder is fields else [fields, decoder], evidence)
+    model = ModelConfig(
+        **text, moe=moe, tie_word_embeddings=tied, mrope_section=_mrope_section(decoder, text["head_dim"]), vision=_vision(fields)
+    )
+    fields.warn_unread()
+    if decoder is not fields:
+        decoder.warn_unread()
+    return model
+
+
+def _mrope_section(fields: HfFields, head_dim: int) -> tuple[int, int, int]:
+    nested = _rope(fields)[1]
+    if nested is not None and nested.raw("mrope_section") is not None:
+        section = nested.integers("mrope_section")
+        if len(section) != 3:
+            raise ValueError(f"{nested.where}: mrope_section={list(section)}; expected three numbers (height, width, time)")
+        return section[0], section[1], section[2]
+    if fields.raw("freq_allocation") is None:
+        return (22, 22, _TEMPORAL_FREQUENCIES)
+    temporal = fields.read(int, "freq_allocation")
+    side = (head_dim // 2 - temporal) // 2
+    return (side, side, temporal)
+
+
+def _vision(fields: HfFields) -> VisionConfig:
+    tower = fields.section("vision_config")
+    if tower is None:
+        raise ValueError(f"{fields.where} lacks vision_config")
+    usual = VisionConfig()
+    hidden = tower.read(int, "hidden_size", "embed_dim", default=usual.hidden_size)
+    merges = {}
+    for name, old in (("spatial_merge_size", "spatial_conv_size"), ("temporal_merge_size", "temporal_conv_size")):
+        # The original files say it beside the decoder's fields.
+        outer = fields.read(int, name, old, default=getattr(usual, name))
+        merges[name] = tower.read(int, name, old, default=outer)
+    tokens = {
+        "image_token_id": fields.read(int, "image_token_id", "im_patch_id", default=usual.image_token_id),
+        **{
+            name: fields.read(int, name, default=getattr(usual, name))
+            for name in ("image_start_token_id", "image_end_token_id", "video_token_id", "video_start_token_id", "video_end_token_id")
+        },
+    }
+    vision = VisionConfig(
+        depth=tower.read(int, "depth", "num_hidden_layers", default=usual.depth),
         hidden_size=hidden,
-        num_heads=tower.get("num_heads", "num_attention_heads", default=default.num_heads),
-        intermediate_size=tower.get("intermediate_size", default=int(hidden * tower.get("mlp_ratio", default=4))),
-        hidden_act=tower.get("hidden_act", default=default.hidden_act),
-        patch_size=tower.get("patch_size", default=default.patch_size),
-        in_channels=tower.get("in_channels", "in_chans", default=default.in_channels),
-        spatial_merge_size=tower.get("spatial_merge_size", default=top.get("spatial_conv_size", default=default.spatial_merge_size)),
-        temporal_merge_size=tower.get("temporal_merge_size", default=top.get("temporal_conv_size", default=default.temporal_merge_size)),
-        rms_norm_eps=tower.get("rms_norm_eps", default=default.rms_norm_eps),
-        image_token_id=top.get("image_token_id", "im_patch_id", default=default.image_token_id),
-        image_start_token_id=top.get("image_start_token_id", default=default.image_start_token_id),
-        image_end_token_id=top.get("image_end_token_id", default=default.image_end_token_id),
-        video_token_id=top.get("video_token_id", default=default.video_token_id),
-        video_start_token_id=top.get("video_start_token_id", default=default.video_start_token_id),
-        video_end_token_id=top.get("video_end_token_id", default=default.video_end_token_id),
+        num_heads=tower.read(int, "num_heads", "num_attention_heads", default=usual.num_heads),
+        intermediate_size=tower.read(int, "intermediate_size", default=int(hidden * tower.read(float, "mlp_ratio", default=4.0))),
+        hidden_act=tower.read(str, "hidden_act", default=usual.hidden_act),
+        patch_size=tower.read(int, "patch_size", default=usual.patch_size),
+        in_channels=tower.read(int, "in_channels", default=usual.in_channels),
+        rms_norm_eps=tower.read(float, "rms_norm_eps", default=usual.rms_norm_eps),
+        rope_theta=_rope(tower, kinds=("axial", "default"), theta=usual.rope_theta)[0],
+        **merges,
+        **tokens,
     )
+    tower.raw("initializer_range", "attn_sep")
+    tower.warn_unread()
+    return vision
 
 
-def config_to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
-    """The `config.json` of a model, in the spelling of transformers 5, so that it loads there."""
-    text: dict[str, Any] = {
-        "bos_token_id": config.bos_token_id,
-        "dtype": dtype,
-        "eos_token_id": config.eos_token_id,
-        "hidden_act": config.hidden_act,
-        "hidden_size": config.hidden_size,
-        "initializer_range": config.initializer_range,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "num_attention_heads": config.num_attention_heads,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_key_value_heads": config.num_key_value_heads,
-        "pad_token_id": config.pad_token_id,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "use_bias": False,
-        "use_cache": True,
-        "vocab_size": config.vocab_size,
-    }
-    # The MoE and vision-language classes derive the head width unless the json carries it.
-    if config.moe is None or config.head_dim * config.num_attention_heads != config.hidden_size:
-        text["head_dim"] = config.head_dim
-    if config.num_nextn_predict_layers:
-        text["num_nextn_predict_layers"] = config.num_nextn_predict_layers
-    moe = config.moe
-    if moe is None:
-        return {"architectures": ["Ernie4_5ForCausalLM"], "model_type": _DENSE, **text}
-    vision_widths = [] if moe.vision_intermediate_size is None else [moe.vision_intermediate_size]
-    text |= {
-        "moe_intermediate_size": [moe.intermediate_size, *vision_widths] if vision_widths else moe.intermediate_size,
-        "moe_k": moe.num_experts_per_tok,
-        "moe_norm_min": moe.norm_min,
-        "moe_num_experts": moe.num_experts,
-        "moe_num_shared_experts": moe.num_shared_experts,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
-    }
-    if config.vision is None:
-        text |= {
-            "moe_layer_end_index": config.num_hidden_layers - 1 if moe.layer_end == -1 else moe.layer_end,
-            "moe_layer_interval": moe.layer_interval,
-            "moe_layer_start_index": moe.layer_start,
-        }
-        return {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": _MOE, **text}
-    return _vision_to_hf(config, text, dtype)
-
-
-def _vision_to_hf(config: ModelConfig, text: dict[str, Any], dtype: str) -> dict[str, Any]:
-    vision = config.vision
-    assert vision is not None
-    section = list(config.mrope_section or _MROPE_SECTION)
-    text["rope_parameters"] = {"mrope_section": section, "rope_theta": config.rope_theta, "rope_type": "default"}
-    text["mlp_layer_types"] = ["sparse" if kind == "moe" else "dense" for kind in config.layer_kinds]
-    tower = {
-        "depth": vision.depth,
-        "dtype": dtype,
-        "hidden_act": vision.hidden_act,
-        "hidden_size": vision.hidden_size,
-        "in_channels": vision.in_channels,
-        "initializer_range": config.initializer_range,
-        "intermediate_size": vision.intermediate_size,
-        "model_type": "ernie4_5_vl_moe_vision",
-        "num_heads": vision.num_heads,
-        "patch_size": vision.patch_size,
-        "rms_norm_eps": vision.rms_norm_eps,
-        "rope_parameters": {"rope_theta": vision.rope_theta, "rope_type": "axial"},
-        "spatial_merge_size": vision.spatial_merge_size,
-        "temporal_merge_size": vision.temporal_merge_size,
-    }
-    return {
-        "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
-        "dtype": dtype,
-        "image_end_token_id": vision.image_end_token_id,
-        "image_start_token_id": vision.image_start_token_id,
-        "image_token_id": vision.image_token_id,
-        "model_type": "ernie4_5_vl_moe",
-        "text_config": {"model_type": "ernie4_5_vl_moe_text", **text},
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "video_end_token_id": vision.video_end_token_id,
-        "video_start_token_id": vision.video_start_token_id,
-        "video_token_id": vision.video_token_id,
-        "vision_config": tower,
-    }
+MODEL_TYPES: Mapping[str, Callable[[HfFields, _Evidence | None], ModelConfig]] = {
+    "ernie4_5": _dense_model,
+    "ernie4_5_moe": _moe_model,
+    "ernie4_5_vl_moe": _vision_language_model,
+    "ernie4_5_moe_vl": _vision_language_model,
+}

@@ -25,7 +25,9 @@ def default_config() -> ml_collections.ConfigDict:
     `config.model.preset` names a preset or a folder with a Hugging Face `config.json`. Any other key of `config.model` (and
     of `config.model.moe`) replaces a field of that model.
     """
-    config = ml_collections.ConfigDict({"model": {"preset": "quickstart"}, "steps": 100, "batch_size": 8, "seq_len": 256})
+    config = ml_collections.ConfigDict({"steps": 100, "batch_size": 8, "seq_len": 256})
+    config.model = _overrides(ModelConfig)
+    config.model.preset = "quickstart"
     for run_field in dataclasses.fields(RunConfig):
         if run_field.name in config:
             continue
@@ -38,16 +40,30 @@ def default_config() -> ml_collections.ConfigDict:
     return config
 
 
+def _kind(hint: Any) -> Any:
+    """The type of a field, without its `| None`."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+    return hint
+
+
+def _overrides(owner: type) -> ml_collections.ConfigDict:
+    """An empty place for every field of a model (and of its sections), so that flags can override any of them."""
+    hints = typing.get_type_hints(owner)
+    section = ml_collections.ConfigDict()
+    for f in dataclasses.fields(owner):
+        kind = _kind(hints[f.name])
+        nested = dataclasses.is_dataclass(kind)
+        section[f.name] = _overrides(kind) if nested else config_dict.placeholder(typing.get_origin(kind) or kind)
+    return section
+
+
 def _placeholders(owner: type) -> ml_collections.ConfigDict:
     """The defaults of a dataclass; an optional field holds a typed placeholder, so that a flag can set it."""
     hints = typing.get_type_hints(owner)
     section = ml_collections.ConfigDict()
     for f in dataclasses.fields(owner):
-        kinds = [k for k in typing.get_args(hints[f.name]) if k is not types.NoneType]
-        if f.default is None and kinds:
-            section[f.name] = config_dict.placeholder(kinds[0])
-        else:
-            section[f.name] = f.default
+        section[f.name] = config_dict.placeholder(_kind(hints[f.name])) if f.default is None else f.default
     return section
 
 
@@ -65,10 +81,16 @@ def run_config_from(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Ru
     return _build(RunConfig, plain, "config")
 
 
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is set: without the places nobody filled."""
+    nested = {key: _given(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    return {key: value for key, value in nested.items() if value is not None and value != {}}
+
+
 def _model(value: Any) -> ModelConfig:
     if isinstance(value, ModelConfig):
         return value
-    fields = dict(value) if isinstance(value, Mapping) else {"preset": value}
+    fields = _given(value) if isinstance(value, Mapping) else {"preset": value}
     if "preset" not in fields:
         return _build(ModelConfig, fields, "config.model")
     name = fields.pop("preset")

@@ -27,7 +27,6 @@ _A3B = ModelConfig(
         intermediate_size=1536,
         num_shared_experts=2,
         layer_start=1,
-        layer_end=27,
     ),
 )
 
@@ -46,7 +45,6 @@ _A47B = ModelConfig(
         num_experts_per_tok=8,
         intermediate_size=3584,
         layer_start=3,
-        layer_end=53,
     ),
 )
 
