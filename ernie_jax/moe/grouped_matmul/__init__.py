@@ -1,0 +1,87 @@
+"""The product of sorted rows with their group's weights: backends by name, and the choice among them.
+
+R rows, E groups (experts), D contracted width, F output width.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ernie_jax.moe.grouped_matmul.blocks import block_product
+from ernie_jax.moe.grouped_matmul.dense import dense_product
+from ernie_jax.moe.grouped_matmul.ragged import ragged_product
+
+_log = logging.getLogger(__name__)
+
+Backend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+BACKENDS: dict[str, Backend] = {
+    "blocks": block_product,
+    "ragged_dot": ragged_product,
+    "dense": dense_product,
+}
+
+# By measurement: XLA makes a grouped kernel of `ragged_dot` on TPU only; elsewhere a masked dense product, E times the FLOPs.
+AUTO: dict[str, str] = {"cpu": "blocks", "gpu": "blocks", "tpu": "ragged_dot"}
+
+
+def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, backend: str = "auto") -> jax.Array:
+    """Each row times the weights of its group, accumulated in float32.
+
+    Rows past the sum of `group_sizes` are spare: whatever they hold (NaN too) their outputs and their input
+    gradient are zero, and nothing of them reaches the weight gradient. A group without rows has a weight gradient of zero.
+
+    Args:
+      rows: [R, D], sorted by group: group e owns the rows from sum(group_sizes[:e]) to sum(group_sizes[:e + 1]).
+      weights: [E, D, F], of the same dtype.
+      group_sizes: [E] integers, their sum at most R.
+      backend: a name of `BACKENDS`, or `auto` for the one that suits `jax.default_backend()`.
+
+    Returns:
+      [R, F] in the dtype of `rows`.
+
+    Raises:
+      ValueError: an unknown backend; shapes or dtypes that do not fit.
+    """
+    _check(rows, weights, group_sizes)
+    return _backend(backend)(rows, weights, group_sizes.astype(jnp.int32))
+
+
+def _backend(name: str) -> Backend:
+    if name == "auto":
+        name = _choose(jax.default_backend())
+    if name not in BACKENDS:
+        raise ValueError(f"unknown grouped_matmul backend {name!r}; expected 'auto' or one of {sorted(BACKENDS)}")
+    return BACKENDS[name]
+
+
+@functools.cache
+def _choose(platform: str) -> str:
+    if platform not in AUTO:
+        raise ValueError(
+            f"grouped_matmul has no default backend for platform {platform!r} (known: {sorted(AUTO)}); "
+            f"name one of {sorted(BACKENDS)}"
+        )
+    _log.info("grouped_matmul backend on %s: %s", platform, AUTO[platform])
+    return AUTO[platform]
+
+
+def _check(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> None:
+    fits = rows.ndim == 2 and weights.ndim == 3 and rows.shape[1] == weights.shape[1] and group_sizes.shape == weights.shape[:1]
+    if not fits:
+        raise ValueError(
+            f"grouped_matmul expects rows [R, D], weights [E, D, F], group_sizes [E]; "
+            f"got {rows.shape}, {weights.shape}, {group_sizes.shape}"
+        )
+    if rows.dtype != weights.dtype:
+        raise ValueError(f"rows are {rows.dtype} and weights are {weights.dtype}; cast one to the other's dtype")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"group_sizes must be integers, got {group_sizes.dtype}")
+
+
+__all__ = ["AUTO", "BACKENDS", "grouped_matmul"]
