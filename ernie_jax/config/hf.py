@@ -35,9 +35,7 @@ _HEAD_DIM = 128  # class default of the dense model; the other classes have none
 _TEMPORAL_FREQUENCIES = 20
 
 
-def config_from_hf(
-    source: str | os.PathLike[str] | Mapping[str, Any], *, tensor_names: TensorNames | None = None
-) -> ModelConfig:
+def config_from_hf(source: str | os.PathLike[str] | Mapping[str, Any], *, tensor_names: TensorNames | None = None) -> ModelConfig:
     """The shape of a published or exported model.
 
     Args:
@@ -50,11 +48,10 @@ def config_from_hf(
         file that contradicts the tensors; the file and the key are named.
     """
     values, where = _load(source)
-    model_type = values.get("model_type")
+    model_type = str(values.get("model_type"))
     if model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"{where}: model_type={model_type!r}{did_you_mean(str(model_type), MODEL_TYPES)}; supported are {', '.join(MODEL_TYPES)}"
-        )
+        guess = did_you_mean(model_type, MODEL_TYPES)
+        raise ValueError(f"{where}: model_type={model_type!r}{guess}; supported are {', '.join(MODEL_TYPES)}")
     evidence = None if tensor_names is None else _Evidence(tensor_names)
     try:
         return MODEL_TYPES[model_type](HfFields(values, where), evidence)
@@ -120,7 +117,7 @@ def _head_dim(fields: HfFields, hidden: int, heads: int, *, default: int | None)
     if default is not None and "head_dim" not in fields.values:
         return default
     if hidden % heads:
-        raise ValueError(f"{fields.where} lacks head_dim, and hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+        raise ValueError(f"{fields.where} lacks head_dim, and num_attention_heads={heads} does not divide hidden_size={hidden}")
     return hidden // heads
 
 
@@ -152,7 +149,8 @@ def _text(fields: HfFields, *, head_dim: int | None = None) -> dict[str, Any]:
         "intermediate_size": fields.read(int, "intermediate_size"),
         "num_hidden_layers": fields.read(int, "num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.read(int, "num_key_value_heads"),
+        # Absent or null means no grouping, as in the classes.
+        "num_key_value_heads": fields.read(int, "num_key_value_heads", default=heads),
         "head_dim": _head_dim(fields, hidden, heads, default=head_dim),
         "hidden_act": fields.read(str, "hidden_act", default="silu"),
         "rope_theta": _rope(fields)[0],
@@ -166,10 +164,11 @@ def _layer_range(fields: HfFields, layers: int) -> dict[str, int]:
         starts = fields.integers("moe_layer_start_index", default=1)
         ends = fields.integers("moe_layer_end_index", default=-1)
         interval = fields.read(int, "moe_layer_interval", default=1)
-        end = max(layers - 1 if end == -1 else end for end in ends)
-        return {"layer_start": min(starts), "layer_end": min(end, layers - 1), "layer_interval": interval}
+        return {"layer_start": min(starts), "layer_end": _last(max(ends, key=_unbounded), layers), "layer_interval": interval}
     if not isinstance(kinds, list | tuple) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-        raise ValueError(f"{fields.where}: mlp_layer_types={kinds!r}; expected num_hidden_layers={layers} entries, 'dense' or 'sparse'")
+        raise ValueError(
+            f"{fields.where}: mlp_layer_types={kinds!r}; expected {layers} entries (num_hidden_layers), 'dense' or 'sparse'"
+        )
     sparse = [index for index, kind in enumerate(kinds) if kind == "sparse"]
     if not sparse:
         raise ValueError(f"{fields.where}: mlp_layer_types has no 'sparse' layer; a model with experts needs one")
@@ -180,7 +179,16 @@ def _layer_range(fields: HfFields, layers: int) -> dict[str, int]:
             f"{fields.where}: mlp_layer_types has sparse layers {sparse}; supported are all layers l of a range with "
             "(l + 1) divisible by an interval"
         )
-    return {"layer_start": sparse[0], "layer_end": sparse[-1], "layer_interval": interval}
+    return {"layer_start": sparse[0], "layer_end": _last(sparse[-1], layers), "layer_interval": interval}
+
+
+def _unbounded(end: int) -> float:
+    return float("inf") if end == -1 else end
+
+
+def _last(end: int, layers: int) -> int:
+    """-1 for "to the last layer", however it was spelled (-1, the last index, or beyond), so that equal shapes compare equal."""
+    return -1 if _unbounded(end) >= layers - 1 else end
 
 
 def _moe(fields: HfFields, layers: int, evidence: _Evidence | None, *, modalities: int = 1) -> MoEConfig:
@@ -189,7 +197,7 @@ def _moe(fields: HfFields, layers: int, evidence: _Evidence | None, *, modalitie
     widths = fields.integers("moe_intermediate_size")
     if len(experts) > 1 or len(chosen) > 1:
         raise ValueError(
-            f"{fields.where}: moe_num_experts={sorted(experts)}, moe_k={sorted(chosen)}; text and vision need equal numbers of experts"
+            f"{fields.where}: moe_num_experts={sorted(experts)}, moe_k={sorted(chosen)}; text and vision need the same numbers"
         )
     if len(widths) != modalities:
         raise ValueError(f"{fields.where}: moe_intermediate_size={list(widths)}; expected {modalities} width(s), one a modality")
@@ -221,7 +229,8 @@ def _shared_experts(fields: HfFields, expert_width: int, evidence: _Evidence | N
         return stated
     if width % expert_width:
         raise ValueError(
-            f"{fields.where}: shared_experts tensors of width {width} are not a whole number of experts of moe_intermediate_size={expert_width}"
+            f"{fields.where}: shared_experts tensors of width {width} are not a whole number of experts of width {expert_width} "
+            "(moe_intermediate_size)"
         )
     return width // expert_width
 
@@ -282,11 +291,9 @@ def _vision(fields: HfFields) -> VisionConfig:
         merges[name] = tower.read(int, name, old, default=outer)
     tokens = {
         "image_token_id": fields.read(int, "image_token_id", "im_patch_id", default=usual.image_token_id),
-        **{
-            name: fields.read(int, name, default=getattr(usual, name))
-            for name in ("image_start_token_id", "image_end_token_id", "video_token_id", "video_start_token_id", "video_end_token_id")
-        },
     }
+    for name in ("image_start_token_id", "image_end_token_id", "video_token_id", "video_start_token_id", "video_end_token_id"):
+        tokens[name] = fields.read(int, name, default=getattr(usual, name))
     vision = VisionConfig(
         depth=tower.read(int, "depth", "num_hidden_layers", default=usual.depth),
         hidden_size=hidden,
@@ -294,7 +301,7 @@ def _vision(fields: HfFields) -> VisionConfig:
         intermediate_size=tower.read(int, "intermediate_size", default=int(hidden * tower.read(float, "mlp_ratio", default=4.0))),
         hidden_act=tower.read(str, "hidden_act", default=usual.hidden_act),
         patch_size=tower.read(int, "patch_size", default=usual.patch_size),
-        in_channels=tower.read(int, "in_channels", default=usual.in_channels),
+        in_channels=tower.read(int, "in_channels", "in_chans", default=usual.in_channels),
         rms_norm_eps=tower.read(float, "rms_norm_eps", default=usual.rms_norm_eps),
         rope_theta=_rope(tower, kinds=("axial", "default"), theta=usual.rope_theta)[0],
         **merges,

@@ -25,7 +25,7 @@ BOOKKEEPING = frozenset(
     torch_dtype transformers_version use_cache use_flash_attention use_flash_attn use_fused_head_and_loss_fn use_mem_eff_attn
     use_recompute use_recompute_loss_fn use_rmsnorm use_sparse_flash_attn use_sparse_head_and_loss_fn use_temporal_conv
     use_var_len_flash_attn weight_share_add_bias
-    """.split()
+    """.split()  # noqa: SIM905 (a list of a name a line would be a page)
 )
 
 # Switches that change the mathematics in a way that is not implemented, and the one value of each that is.

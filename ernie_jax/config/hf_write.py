@@ -38,10 +38,10 @@ def config_to_hf(config: ModelConfig, *, dtype: str = "bfloat16") -> dict[str, A
     if moe is None:
         kind = {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "head_dim": config.head_dim}
         return _decoder(config, dtype) | kind
-    kind = {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "moe_intermediate_size": moe.intermediate_size}
+    kind = {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe"}
     end = config.num_hidden_layers - 1 if moe.layer_end == -1 else moe.layer_end
     layers = {"moe_layer_start_index": moe.layer_start, "moe_layer_end_index": end, "moe_layer_interval": moe.layer_interval}
-    return _decoder(config, dtype) | _experts(moe) | layers | kind
+    return _decoder(config, dtype) | _experts(moe) | {"moe_intermediate_size": moe.intermediate_size} | layers | kind
 
 
 def _decoder(config: ModelConfig, dtype: str) -> dict[str, Any]:
