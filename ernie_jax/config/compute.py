@@ -58,6 +58,8 @@ class ComputeConfig:
             if getattr(self, field) < 1:
                 raise ValueError(f"ComputeConfig.{field}={getattr(self, field)}; expected a positive number of tokens")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(f"ComputeConfig.capacity_factor={self.capacity_factor}; expected a positive number, or None to drop nothing")
+            raise ValueError(
+                f"ComputeConfig.capacity_factor={self.capacity_factor}; expected a positive number, or None for no limit"
+            )
         if not self.router_temperature > 0:
             raise ValueError(f"ComputeConfig.router_temperature={self.router_temperature}; expected a positive number")

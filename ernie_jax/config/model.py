@@ -56,7 +56,7 @@ class MoEConfig:
             raise ValueError(f"MoEConfig: num_shared_experts={self.num_shared_experts}; expected 0 (none) or more")
         if self.layer_start < 0 or self.layer_end < -1:
             raise ValueError(
-                f"MoEConfig: layer_start={self.layer_start}, layer_end={self.layer_end}; expected layer indices (or -1 for the last layer)"
+                f"MoEConfig: layer_start={self.layer_start}, layer_end={self.layer_end}; expected indices (end -1: the last)"
             )
 
     @property
@@ -99,7 +99,9 @@ class VisionConfig:
             spatial_merge_size=self.spatial_merge_size,
         )
         if self.temporal_merge_size != 2:
-            raise ValueError(f"VisionConfig: temporal_merge_size={self.temporal_merge_size}; the resampler pairs frames, only 2 is defined")
+            raise ValueError(
+                f"VisionConfig: temporal_merge_size={self.temporal_merge_size}; expected 2, the resampler pairs frames"
+            )
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 4:
             raise ValueError(
                 f"VisionConfig: hidden_size={self.hidden_size} over num_heads={self.num_heads} must give a head width that is a "
@@ -159,8 +161,8 @@ class ModelConfig:
             h, w, t = self.mrope_section
             if h != w or h + w + t != self.head_dim // 2:
                 raise ValueError(
-                    f"ModelConfig: mrope_section={self.mrope_section} (height, width, time) must have equal first two entries and sum "
-                    f"to head_dim / 2 = {self.head_dim // 2}"
+                    f"ModelConfig: mrope_section={self.mrope_section} (height, width, time) must have equal first two entries and "
+                    f"sum to head_dim / 2 = {self.head_dim // 2}"
                 )
         if self.vision is not None and self.moe is not None and self.moe.vision_intermediate_size is None:
             raise ValueError("ModelConfig: a vision model with experts needs moe.vision_intermediate_size")

@@ -6,10 +6,10 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ml_collections
+from etils import epath
 from ml_collections import config_dict
 
 from ernie_jax.config.hf import config_from_hf
@@ -36,15 +36,30 @@ def default_config() -> ml_collections.ConfigDict:
         elif run_field.default_factory is not dataclasses.MISSING:
             config[run_field.name] = _placeholders(typing.cast(type, run_field.default_factory))
         else:
-            config[run_field.name] = run_field.default
+            config[run_field.name] = _place(typing.get_type_hints(RunConfig)[run_field.name], run_field.default)
     return config
 
 
 def _kind(hint: Any) -> Any:
     """The type of a field, without its `| None`."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+    if _is_union(hint):
         return next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
     return hint
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
+def _place(hint: Any, default: Any) -> Any:
+    """What a ConfigDict holds for a field: its default, in a place that takes every value the field takes.
+
+    A ConfigDict ties a key to one type. A field of several (a number or None, a name or a list) gets an open place, so that
+    flags can say `None` or a list; `run_config_from` checks the type either way.
+    """
+    if not _is_union(hint) or typing.get_args(hint) == (str, types.NoneType):
+        return config_dict.placeholder(_kind(hint)) if default is None else default
+    return config_dict.FieldReference(default, field_type=object)
 
 
 def _overrides(owner: type) -> ml_collections.ConfigDict:
@@ -59,12 +74,9 @@ def _overrides(owner: type) -> ml_collections.ConfigDict:
 
 
 def _placeholders(owner: type) -> ml_collections.ConfigDict:
-    """The defaults of a dataclass; an optional field holds a typed placeholder, so that a flag can set it."""
+    """The defaults of a dataclass, each in a place that a flag can set."""
     hints = typing.get_type_hints(owner)
-    section = ml_collections.ConfigDict()
-    for f in dataclasses.fields(owner):
-        section[f.name] = config_dict.placeholder(_kind(hints[f.name])) if f.default is None else f.default
-    return section
+    return ml_collections.ConfigDict({f.name: _place(hints[f.name], f.default) for f in dataclasses.fields(owner)})
 
 
 def run_config_from(config: Mapping[str, Any] | ml_collections.ConfigDict) -> RunConfig:
@@ -96,7 +108,15 @@ def _model(value: Any) -> ModelConfig:
     name = fields.pop("preset")
     if not isinstance(name, str):
         raise ValueError(f"config.model.preset={name!r}; expected the name of a preset or a folder")
-    base = config_from_hf(name) if name not in PRESETS and (Path(name) / "config.json").is_file() else preset(name)
+    if name in PRESETS:
+        base = preset(name)
+    elif epath.Path(name).exists():
+        base = config_from_hf(name)
+    else:
+        raise ValueError(
+            f"config.model.preset={name!r} is neither a folder with a config.json nor a preset{did_you_mean(name, PRESETS)}; "
+            f"there are {', '.join(PRESETS)}"
+        )
     merged = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
     for section, owner in (("moe", MoEConfig), ("vision", VisionConfig)):
         if isinstance(fields.get(section), Mapping):
@@ -110,9 +130,12 @@ def _build(owner: type, values: Mapping[str, Any], path: str) -> Any:
     """A dataclass from a mapping, strict about names and types."""
     hints = typing.get_type_hints(owner)
     known = [f.name for f in dataclasses.fields(owner)]
+    known_here = [*known, "preset"] if path == "config.model" else known
     for key in values:
         if key not in known:
-            raise ValueError(f"unknown key {path}.{key}{did_you_mean(str(key), known)}; {path} has {', '.join(sorted(known))}")
+            raise ValueError(
+                f"unknown key {path}.{key}{_suggestion(str(key), known_here)}; {path} has {', '.join(sorted(known_here))}"
+            )
     built = {key: _convert(hints[key], value, f"{path}.{key}") for key, value in values.items()}
     missing = [
         f.name
@@ -124,6 +147,23 @@ def _build(owner: type, values: Mapping[str, Any], path: str) -> Any:
     return owner(**built)
 
 
+def _suggestion(key: str, known: list[str]) -> str:
+    """The nearest key of the same section, else the place of that very key in another one."""
+    elsewhere = [path for path in _paths(RunConfig, "config") if path.rsplit(".", 1)[1] == key]
+    return f" (did you mean {elsewhere[0]!r}?)" if elsewhere else did_you_mean(key, known)
+
+
+def _paths(owner: type, path: str) -> list[str]:
+    """The full names of all keys of a section and the sections in it."""
+    found = []
+    for name, hint in typing.get_type_hints(owner).items():
+        if not isinstance(getattr(owner, name, None), property):
+            found.append(f"{path}.{name}")
+            kind = _kind(hint)
+            found += _paths(typing.cast(type, kind), f"{path}.{name}") if dataclasses.is_dataclass(kind) else []
+    return found
+
+
 def _convert(hint: Any, value: Any, path: str) -> Any:
     """`value` as the annotated type, or a ValueError; int passes for float, a list for a tuple, nothing else is bent."""
     if dataclasses.is_dataclass(hint):
@@ -133,7 +173,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return _build(typing.cast(type, hint), value, path)
         raise ValueError(f"{path}={value!r}; expected a section with keys {[f.name for f in dataclasses.fields(hint)]}")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
+    if _is_union(hint):
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(_kind(hint)):
+            # Its own errors say more than "none of the types fits".
+            return _convert(_kind(hint), value, path)
         for option in arguments:
             try:
                 return _convert(option, value, path)

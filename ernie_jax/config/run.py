@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from ernie_jax.config.compute import ComputeConfig, one_of
+from ernie_jax.config.compute import ATTENTION, DISPATCH, DTYPES, GROUPED_MATMUL, ComputeConfig, one_of
 from ernie_jax.config.model import ModelConfig
 
 
@@ -31,7 +31,15 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 3):
-            raise ValueError(f"config.mesh.zero={self.zero}; expected 0 (nothing sharded), 1 (optimiser state) or 3 (parameters too)")
+            raise ValueError(
+                f"config.mesh.zero={self.zero}; expected 0 (nothing), 1 (optimiser state sharded) or 3 (parameters too)"
+            )
+        shown = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        for axis, size in self.sizes.items():
+            if size < 1 and size != -1:
+                raise ValueError(f"config.mesh.{axis}={size}; expected a positive size, or -1 for the devices left over ({shown})")
+        if list(self.sizes.values()).count(-1) > 1:
+            raise ValueError(f"config.mesh: {shown}; at most one axis may be -1 and take the devices left over")
 
     @property
     def rules(self) -> str:
@@ -76,6 +84,8 @@ class MoETrainConfig:
     balance_scope: str = "step"
 
     def __post_init__(self) -> None:
+        one_of("config.moe", "dispatch", self.dispatch, DISPATCH)
+        one_of("config.moe", "grouped_matmul", self.grouped_matmul, GROUPED_MATMUL)
         one_of("config.moe", "orthogonal_form", self.orthogonal_form, ("loss", "step"))
         one_of("config.moe", "balance_scope", self.balance_scope, ("step", "microbatch"))
         coefficients = ("aux_loss_coef", "z_loss_coef", "orthogonal_coef", "bias_update_rate")
@@ -181,7 +191,7 @@ class DataConfig:
         _at_least("config.data", 1, max_bytes=self.max_bytes)
         _at_least("config.data", 0, prefetch=self.prefetch)
         if self.kind == "files" and not self.paths:
-            raise ValueError("config.data.paths is empty; give the globs of the training files, or set config.data.kind='standard_library'")
+            raise ValueError("config.data.paths is empty; give globs of the training files, or config.data.kind='standard_library'")
         if self.kind == "files" and self.tokenizer is None:
             raise ValueError("config.data.tokenizer is not set; give a folder with a tokenizer.json")
 
@@ -262,9 +272,10 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
-        _at_least(
-            "config", 1, steps=self.steps, batch_size=self.batch_size, seq_len=self.seq_len, accumulate=self.accumulate, log_every=self.log_every
-        )
+        counts = ("steps", "batch_size", "seq_len", "accumulate", "log_every")
+        _at_least("config", 1, **{name: getattr(self, name) for name in counts})
+        one_of("config", "dtype", self.dtype, DTYPES)
+        one_of("config", "attention", self.attention, ATTENTION)
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"config.batch_size={self.batch_size} cannot be split into config.accumulate={self.accumulate} equal parts "
@@ -277,17 +288,19 @@ class RunConfig:
         schedule = self.schedule
         if schedule.kind != "constant" and schedule.warmup > self.steps:
             raise ValueError(f"config.schedule.warmup={schedule.warmup} is longer than config.steps={self.steps}")
-        if schedule.kind == "wsd" and schedule.steady_end is not None and schedule.steady_end < schedule.warmup:
+        end = schedule.steady_end
+        if schedule.kind == "wsd" and end is not None and not schedule.warmup <= end <= self.steps:
             raise ValueError(
-                f"config.schedule.steady_end={schedule.steady_end} lies before the end of warm-up at step {schedule.warmup}"
+                f"config.schedule.steady_end={end}; expected a step from the end of warm-up, {schedule.warmup}, to the last step, "
+                f"{self.steps}; beyond it the learning rate would never decay (None begins the decay at 0.9 of all steps)"
             )
         moe = self.model.moe
         if moe is not None and moe.num_experts % self.moe.orthogonal_groups:
             raise ValueError(
                 f"config.moe.orthogonal_groups={self.moe.orthogonal_groups} does not divide the {moe.num_experts} experts"
             )
-        # Raises now, before any work, on formats and kernels that do not exist.
-        assert self.compute
+        # Raises now, before any work, on what only ComputeConfig checks.
+        _ = self.compute
 
     @property
     def compute(self) -> ComputeConfig:
