@@ -1,0 +1,135 @@
+"""Loss and gradient of one optimiser step over any number of microbatches. B batch, T tokens, A microbatches.
+
+Everything is a sum over tokens divided by a count of the whole step, taken before the first backward pass, so the result
+does not depend on A, on the mesh or on how documents are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ernie_jax.config.run import RunConfig
+from ernie_jax.models import TextInputs, TextModel, abstract_model
+from ernie_jax.moe import RouterBias
+from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, StepTotals, pretraining_loss
+from ernie_jax.sharding import BATCH_AXES, Layout, constrain, use_layout
+from ernie_jax.train.optimizer import Arrays
+from ernie_jax.train.state import TrainState, gradient_shardings, trained_values, with_values
+
+Batch = dict[str, jax.Array]
+BATCH_KEYS = ("input_ids", "labels", "segment_ids", "position_ids")
+
+
+def check_batch_size(batch_size: int, accumulate: int, layout: Layout) -> None:
+    """Refuse a batch that microbatches and devices do not split evenly.
+
+    Raises:
+      ValueError: with the numbers.
+    """
+    shards = layout.axis_size(*BATCH_AXES)
+    if batch_size % (accumulate * shards):
+        axes = " x ".join(f"{axis}={layout.axis_size(axis)}" for axis in BATCH_AXES)
+        raise ValueError(
+            f"batch_size={batch_size} cannot be split into accumulate={accumulate} microbatches over {axes} devices; "
+            f"choose a multiple of {accumulate} x {shards} = {accumulate * shards}"
+        )
+
+
+def split_microbatches(batch: Batch, accumulate: int) -> Batch:
+    """[B, T] -> [A, B / A, T]; microbatch a holds rows a, a + A, ...: each device splits the rows it already has."""
+
+    def split(x: jax.Array) -> jax.Array:
+        rows = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])
+        return constrain(jnp.swapaxes(rows, 0, 1), None, "batch", *(None,) * (x.ndim - 1))
+
+    return jax.tree.map(split, batch)
+
+
+def text_inputs_of(batch: Batch) -> TextInputs:
+    """The model's inputs of a batch (trusted: the pipeline checks them)."""
+    return TextInputs(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+
+
+def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batch], tuple[Arrays, jax.Array, LossParts]]:
+    """A function (state, batch) -> (gradients by path, differentiated total, reported parts), for use inside jit.
+
+    With `moe.balance_scope` `step`, the balance loss takes its frequencies from the whole step: under accumulation a forward
+    pass over all microbatches counts choices first. With `microbatch` each takes its own, and the pass is saved.
+
+    Raises:
+      ValueError: a batch size that microbatches and devices do not split.
+    """
+    check_batch_size(run.batch_size, run.accumulate, layout)
+    graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)[0]
+    shardings = gradient_shardings(run, layout)
+    weights = loss_weights(run)
+    count_first = run.accumulate > 1 and weights.aux > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0
+
+    def gradients(state: TrainState, batch: Batch) -> tuple[Arrays, jax.Array, LossParts]:
+        def model_of(values: Arrays) -> TextModel:
+            model: TextModel = nnx.merge(graphdef, with_values(state.params, values), state.biases)
+            return model
+
+        def loss(values: Arrays, part: Batch, totals: StepTotals) -> tuple[jax.Array, LossParts]:
+            return pretraining_loss(model_of(values), text_inputs_of(part), part["labels"], totals, weights)
+
+        def one(part: Batch) -> tuple[Arrays, jax.Array, LossParts]:
+            (total, parts), grads = jax.value_and_grad(loss, has_aux=True)(values, part, totals)
+            return _placed(grads, shardings), total, parts
+
+        values = trained_values(run, state.params)
+        totals = _totals(batch, run.accumulate)
+        with use_layout(layout):
+            parts = split_microbatches(batch, run.accumulate)
+        if count_first:
+            with jax.named_scope("count_choices"):
+                totals = _with_choices(totals, model_of(values), parts)
+        return _scan_sum(one, parts)
+
+    return gradients
+
+
+def loss_weights(run: RunConfig) -> RouterLossWeights:
+    """Coefficients of the router losses in the differentiated total (the post-step form of orthogonality is not in it)."""
+    moe = run.moe
+    return RouterLossWeights(
+        aux=moe.aux_loss_coef,
+        z=moe.z_loss_coef,
+        orthogonal=moe.orthogonal_coef if moe.orthogonal_form == "loss" else 0.0,
+        orthogonal_groups=moe.orthogonal_groups,
+    )
+
+
+def _totals(batch: Batch, accumulate: int) -> StepTotals:
+    return StepTotals(
+        scored=jnp.sum(batch["labels"] >= 0, dtype=jnp.float32),
+        tokens=jnp.sum(batch["segment_ids"] != 0, dtype=jnp.float32),
+        share=jnp.float32(1.0 / accumulate),
+    )
+
+
+def _with_choices(totals: StepTotals, model: TextModel, parts: Batch) -> StepTotals:
+    def choices(part: Batch) -> tuple[jax.Array, ...]:
+        _, routers = model.hidden(text_inputs_of(part))
+        return tuple(router.stats.top_k for router in routers)
+
+    return replace(totals, top_k=jax.lax.stop_gradient(_scan_sum(choices, parts)), top_k_tokens=totals.tokens)
+
+
+def _placed(grads: Arrays, shardings: dict[str, Any]) -> Arrays:
+    # Summed in float32 where the moments live: under ZeRO-1 each data shard keeps and adds only its rows.
+    return {path: jax.lax.with_sharding_constraint(g.astype(jnp.float32), shardings[path]) for path, g in grads.items()}
+
+
+def _scan_sum(function: Callable[[Batch], Any], parts: Batch) -> Any:
+    """Sum of `function` over the leading axis of `parts`, one at a time."""
+    first = jax.tree.map(lambda x: x[0], parts)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first))
+    total, _ = jax.lax.scan(lambda carry, part: (jax.tree.map(jnp.add, carry, function(part)), None), zeros, parts)
+    return total

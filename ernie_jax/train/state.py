@@ -1,0 +1,142 @@
+"""Everything a training run carries from step to step, and where each part of it lives.
+
+Parameters follow the layout's rules. With ZeRO-1 the optimiser moments and the EMA are sharded further, by the `fsdp` table;
+with ZeRO-3 the layout itself is `fsdp`, so the parameters are too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from ernie_jax.config.run import RunConfig
+from ernie_jax.models import abstract_model, build_model
+from ernie_jax.moe import RouterBias
+from ernie_jax.sharding import Layout, logical_axes, make_layout, map_variables, variables_by_path
+from ernie_jax.sharding import state_shardings as variable_shardings
+from ernie_jax.train.optimizer import Arrays, is_gate, make_adamw
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """State of a run after `step` steps.
+
+    Attributes:
+      step: int32, steps taken, each over one batch; a skipped step counts, so data and schedule stay where they would be.
+      params: the trained weights, float32.
+      biases: router correction biases, float32; outside the optimiser altogether.
+      opt_state: AdamW's moments of the parameters that are not frozen, by path.
+      ema: running average of the trained parameters by path, None without.
+      skipped: int32, steps whose loss or gradient was not finite; they changed nothing but the counters.
+      skipped_in_a_row: int32, how many of the latest steps those were.
+    """
+
+    step: jax.Array
+    params: nnx.State
+    biases: nnx.State
+    opt_state: Any
+    ema: Arrays | None
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+
+
+def run_layout(run: RunConfig, mesh: Mesh) -> Layout:
+    """The layout of a run's parameters and activations on `mesh`, with every size checked."""
+    return make_layout(mesh, run.model, run.mesh.rules)
+
+
+def moment_layout(run: RunConfig, layout: Layout) -> Layout:
+    """The layout of optimiser moments, gradients being summed, and EMA."""
+    return make_layout(layout.mesh, run.model, "fsdp") if run.mesh.zero == 1 else layout
+
+
+def trained_values(run: RunConfig, params: nnx.State) -> Arrays:
+    """`path -> array` of the parameters that are not frozen."""
+    values = {path: variable.get_value() for path, variable in variables_by_path(params).items()}
+    return {path: value for path, value in values.items() if not (run.moe.freeze_gate and is_gate(path))}
+
+
+def with_values(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
+    """`state` with the variables of these paths holding these values."""
+    new: nnx.State = map_variables(lambda path, variable: values.get(path, variable.get_value()), state)
+    return new
+
+
+def new_state(run: RunConfig, params: nnx.State, biases: nnx.State) -> TrainState:
+    """The state of step 0 around given weights (their arrays are shared, not copied, except by the EMA)."""
+    values = trained_values(run, params)
+
+    def zero() -> jax.Array:
+        return jnp.zeros((), jnp.int32)
+
+    return TrainState(
+        step=zero(),
+        params=params,
+        biases=biases,
+        opt_state=make_adamw(run.optimizer, list(values)).init(values),
+        ema=None if run.optimizer.ema_decay is None else jax.tree.map(jnp.copy, values),
+        skipped=zero(),
+        skipped_in_a_row=zero(),
+    )
+
+
+def abstract_state(run: RunConfig, layout: Layout) -> TrainState:
+    """The state as ShapeDtypeStructs, each with the sharding it is to have: what a restore is asked for."""
+    shapes = _shapes(run, layout)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, _shardings_of(run, layout, shapes))
+
+
+def state_shardings(run: RunConfig, layout: Layout) -> TrainState:
+    """A TrainState that holds a NamedSharding in place of each array."""
+    return _shardings_of(run, layout, _shapes(run, layout))
+
+
+def init_state(run: RunConfig, layout: Layout) -> TrainState:
+    """A fresh state, each array created on the devices that hold it; the values depend on the seed, not on the mesh."""
+
+    def create() -> TrainState:
+        model = build_model(run.model, run.compute, layout, nnx.Rngs(run.seed))
+        params, biases = nnx.state(model, nnx.Param, RouterBias)
+        return new_state(run, params, biases)
+
+    state: TrainState = jax.jit(create, out_shardings=state_shardings(run, layout))()
+    return state
+
+
+def gradient_shardings(run: RunConfig, layout: Layout) -> dict[str, NamedSharding]:
+    """The sharding by path of a gradient while it is summed, which is that of its moments."""
+    _, params, _ = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, ...)
+    where = moment_layout(run, layout)
+    variables = variables_by_path(params)
+    return {path: where.sharding(logical_axes(variables[path]), f"moments of {path}") for path in trained_values(run, params)}
+
+
+def _shapes(run: RunConfig, layout: Layout) -> TrainState:
+    _, params, biases = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)
+    state: TrainState = jax.eval_shape(lambda p, b: new_state(run, p, b), params, biases)
+    return state
+
+
+def _shardings_of(run: RunConfig, layout: Layout, shapes: TrainState) -> TrainState:
+    by_path = gradient_shardings(run, layout)
+
+    def follow(path: tuple[Any, ...], _: Any) -> NamedSharding:
+        # Moments sit in optax's tuples under the parameter's path; counters have no such key.
+        return by_path.get(getattr(path[-1], "key", None), layout.replicated)
+
+    return TrainState(
+        step=layout.replicated,
+        params=variable_shardings(shapes.params, layout),
+        biases=variable_shardings(shapes.biases, layout),
+        opt_state=jax.tree_util.tree_map_with_path(follow, shapes.opt_state),
+        ema=jax.tree_util.tree_map_with_path(follow, shapes.ema),
+        skipped=layout.replicated,
+        skipped_in_a_row=layout.replicated,
+    )
