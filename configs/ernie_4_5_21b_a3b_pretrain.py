@@ -1,8 +1,8 @@
 """python launch/train.py --config=configs/ernie_4_5_21b_a3b_pretrain.py --workdir=runs/21b
 
 Pre-training of 21B-A3B as published for eight GPUs: 128 sequences of 4,096 tokens a step in eight parts, experts over eight
-devices, ZeRO-1, orthogonal gate step of 1e-3. Multi-token prediction is left out. Balance statistics are those of a
-microbatch, as in the published recipe.
+devices, ZeRO-1, orthogonal gate step of 1e-3. Balance statistics are those of a microbatch, as in the published recipe.
+Multi-token prediction and FP8, which the published run used, are left out: neither exists here yet.
 """
 
 import ml_collections
@@ -12,7 +12,8 @@ from ernie_jax.config import default_config
 
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
-    config.model.update({"preset": "ernie-4.5-21b-a3b", "initializer_range": 0.00482174})
+    # The published code initialises with sqrt(0.3333 / hidden_size), whatever its configuration file says.
+    config.model.update({"preset": "ernie-4.5-21b-a3b", "initializer_range": (0.3333 / 2560) ** 0.5})
     config.steps = 670_000
     config.batch_size = 128
     config.seq_len = 4096
@@ -22,7 +23,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.seed = 42
     config.mesh.update({"data": -1, "expert": 8, "zero": 1})
     config.moe.update({"orthogonal_coef": 1e-3, "orthogonal_form": "step", "balance_scope": "microbatch"})
-    config.schedule.update({"kind": "wsd", "peak": 3.14e-4, "minimum": 3.14e-6, "warmup": 2000, "steady_end": 603_000})
+    # The decay begins at 0.9 of all steps: 603,000, the published end of the steady part.
+    config.schedule.update({"kind": "wsd", "peak": 3.14e-4, "minimum": 3.14e-6, "warmup": 2000})
     config.data.paths = ("data/train/*.parquet",)
     config.data.eval_paths = ("data/heldout/*.parquet",)
     config.data.tokenizer = "tokenizer"

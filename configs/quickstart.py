@@ -17,7 +17,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.batch_size = 16
     config.seq_len = 256
     config.mesh.update({"data": 2, "tensor": 2, "expert": 2})
-    config.schedule.update({"kind": "wsd", "peak": 3e-3, "minimum": 1e-4, "warmup": 40, "steady_end": 300})
+    config.schedule.update({"kind": "wsd", "peak": 3e-3, "minimum": 1e-4})
+    # References, so that `--config.steps=100` scales the schedule with it.
+    config.schedule.warmup = config.get_ref("steps") // 10
+    config.schedule.steady_end = config.get_ref("steps") * 3 // 4
     config.data.kind = "standard_library"
     config.checkpoint.update({"every": 100, "keep": 2})
     config.eval.update({"every": 100, "batches": 6})

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 from ernie_jax.config.compute import ATTENTION, DISPATCH, DTYPES, GROUPED_MATMUL, ComputeConfig, one_of
 from ernie_jax.config.model import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 
 def _at_least(owner: str, bound: float, /, **fields: float | None) -> None:
@@ -286,8 +289,13 @@ class RunConfig:
                 f"config.seq_len={self.seq_len} is beyond the model's max_position_embeddings={self.model.max_position_embeddings}"
             )
         schedule = self.schedule
-        if schedule.kind != "constant" and schedule.warmup > self.steps:
-            raise ValueError(f"config.schedule.warmup={schedule.warmup} is longer than config.steps={self.steps}")
+        if schedule.warmup > self.steps:
+            # Not an error: a few steps of a long recipe are how one tries it.
+            logger.warning(
+                "config.schedule.warmup=%d is longer than config.steps=%d: the learning rate never reaches its peak",
+                schedule.warmup,
+                self.steps,
+            )
         end = schedule.steady_end
         if schedule.kind == "wsd" and end is not None and not schedule.warmup <= end <= self.steps:
             raise ValueError(
