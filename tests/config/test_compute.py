@@ -1,0 +1,28 @@
+import pytest
+
+from ernie_jax.config import ComputeConfig
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("dtype", "fp8", r"dtype='fp8'; expected one of \('float32', 'bfloat16'\)"),
+        ("param_dtype", "float16", r"param_dtype='float16'; expected one of.*did you mean 'bfloat16'"),
+        ("attention", "flash", r"attention='flash'; expected one of \('auto', 'dense', 'chunked', 'cudnn'\)"),
+        ("dispatch", "alltoall", r"did you mean 'all_to_all'"),
+        ("grouped_matmul", "block", r"did you mean 'blocks'"),
+        ("loss_chunk", 0, r"loss_chunk=0"),
+        ("capacity_factor", 0.0, r"capacity_factor=0\.0; expected a positive number, or None"),
+        ("router_temperature", -1.0, r"router_temperature=-1\.0"),
+    ],
+)
+def test_unknown_choices_are_refused_with_those_that_exist(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        ComputeConfig(**{field: value})
+
+
+def test_every_offered_choice_is_accepted():
+    for dtype in ("float32", "bfloat16"):
+        for attention in ("auto", "dense", "chunked", "cudnn"):
+            for dispatch in ("auto", "local", "replicated", "all_to_all", "ragged"):
+                assert ComputeConfig(dtype=dtype, attention=attention, dispatch=dispatch).param_dtype == "float32"
