@@ -16,7 +16,12 @@ PUBLISHED = {
 def test_published_sizes(name):
     hidden, head_dim, layers, dense, moe, tied, mtp = PUBLISHED[name]
     config = preset(name)
-    assert (config.vocab_size, config.rope_theta, config.rms_norm_eps, config.max_position_embeddings) == (103424, 5e5, 1e-5, 131072)
+    assert (config.vocab_size, config.rope_theta, config.rms_norm_eps, config.max_position_embeddings) == (
+        103424,
+        5e5,
+        1e-5,
+        131072,
+    )
     assert (config.hidden_size, config.head_dim, config.tie_word_embeddings) == (hidden, head_dim, tied)
     assert config.layer_kinds == ("dense",) * dense + ("moe",) * (layers - dense)
     assert config.num_nextn_predict_layers == mtp
