@@ -1,0 +1,76 @@
+"""Arrays put together on the devices that keep them, with little of them on the host at any time."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from ernie_jax.checkpoint.hub_tensors import Region
+
+
+def pieces(region: Region, itemsize: int, budget: int) -> Iterator[Region]:
+    """A region cut along its leading dimensions into pieces of at most `budget` bytes (a single row may be more)."""
+    lengths = [s.stop - s.start for s in region]
+    if math.prod(lengths) * itemsize <= budget or max(lengths, default=1) == 1:
+        yield region
+        return
+    dim = next(i for i, n in enumerate(lengths) if n > 1)
+    row = math.prod(lengths[dim + 1 :]) * itemsize
+    step = max(1, budget // row)
+    whole = region[dim]
+    for start in range(whole.start, whole.stop, step):
+        part = slice(start, min(start + step, whole.stop))
+        yield from pieces((*region[:dim], part, *region[dim + 1 :]), itemsize, budget)
+
+
+def assemble(
+    shape: Sequence[int], dtype: DTypeLike, sharding: Sharding, read: Callable[[Region], np.ndarray], *, budget: int
+) -> jax.Array:
+    """An array with this sharding, each device's part read piece by piece.
+
+    Args:
+      shape, dtype, sharding: of the array.
+      read: gives the host values of a region of it.
+      budget: most bytes of a piece on the host.
+    """
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+        bounds = (slice(*s.indices(n)) for s, n in zip(index or (), shape, strict=True))
+        devices[tuple((s.start, s.stop) for s in bounds)].append(device)
+    parts: list[jax.Array] = []
+    for bounds_, owners in devices.items():
+        region = tuple(slice(*b) for b in bounds_)
+        parts += _fill(region, np.dtype(dtype), owners, read, budget)
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+
+
+def _fill(
+    region: Region, dtype: np.dtype, owners: Sequence[jax.Device], read: Callable[[Region], np.ndarray], budget: int
+) -> list[jax.Array]:
+    """One region on each of the devices that hold it."""
+    cuts = list(pieces(region, dtype.itemsize, budget))
+    if len(cuts) == 1:
+        block = read(region)
+        return [jax.device_put(block, device) for device in owners]
+    lengths = [s.stop - s.start for s in region]
+    parts = [jnp.zeros(lengths, dtype, device=device) for device in owners]
+    for cut in cuts:
+        block = read(cut)
+        start = [c.start - r.start for c, r in zip(cut, region, strict=True)]
+        parts = [_write(part, jax.device_put(block, device), start) for part, device in zip(parts, owners, strict=True)]
+        # Without waiting, the host would run ahead and hold many pieces.
+        jax.block_until_ready(parts)
+    return parts
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(array: jax.Array, block: jax.Array, start: list[int]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(array, block, start)

@@ -1,0 +1,110 @@
+"""The one table of Hugging Face weights: published name, our path, axes. Import and export both read it.
+
+D hidden size, V vocabulary, h heads, d head width, F width of an MLP or expert, E experts.
+
+`{layer}`, `{expert}` and `{vision_expert}` in a published name run over the dimension of our array with that name; which number stands for which
+place is `NUMBERING`. Rows whose path a model does not have do not apply to it, so a table covers every shape of its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ernie_jax.config.model import ModelConfig
+from ernie_jax.config.segments import Segment
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of published tensor.
+
+    Attributes:
+      hub: published name with places in braces.
+      ours: path of the variable, with `{segment}` and `{unit}` for a stacked layer.
+      axes: `"published axes -> our axes"`, see `AxisMap`.
+      float32: published in float32 whatever the format of the other weights.
+    """
+
+    hub: str
+    ours: str
+    axes: str
+    float32: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where an array with a `layer` dimension stands in the decoder."""
+
+    segment: Segment
+    unit: int
+
+
+# Place along our dimension -> number in the published name.
+NUMBERING: Mapping[str, Callable[[int, ModelConfig, Stack | None], int]] = {
+    "layer": lambda place, config, stack: _layer_number(place, stack),
+    "expert": lambda place, config, stack: place,
+    # One published list holds both modalities: text experts first.
+    "vision_expert": lambda place, config, stack: place + _num_experts(config),
+}
+
+
+def _layer_number(place: int, stack: Stack | None) -> int:
+    assert stack is not None
+    return stack.segment.layer_index(place, stack.unit)
+
+
+def _num_experts(config: ModelConfig) -> int:
+    assert config.moe is not None
+    return config.moe.num_experts
+
+
+_HUB = "model.layers.{layer}."
+_OURS = "decoder/segments/{segment}/layers/{unit}/"
+
+
+def _gated_mlp(hub: str, ours: str, index: str = "") -> tuple[Row, ...]:
+    """The rows of one gated MLP: gate and up are halves 0 and 1 of one array."""
+    stacked = f"layer {index}".strip()
+    return (
+        Row(f"{hub}gate_proj.weight", f"{ours}gate_up", f"F D -> {stacked} D 0 F"),
+        Row(f"{hub}up_proj.weight", f"{ours}gate_up", f"F D -> {stacked} D 1 F"),
+        Row(f"{hub}down_proj.weight", f"{ours}down", f"D F -> {stacked} F D"),
+    )
+
+
+DECODER: tuple[Row, ...] = (
+    Row("model.embed_tokens.weight", "embed/embedding", "V D -> V D"),
+    Row("model.norm.weight", "norm/scale", "D -> D"),
+    Row("lm_head.weight", "lm_head/kernel", "V D -> V D"),
+    Row(f"{_HUB}input_layernorm.weight", f"{_OURS}input_norm/scale", "D -> layer D"),
+    Row(f"{_HUB}post_attention_layernorm.weight", f"{_OURS}post_attention_norm/scale", "D -> layer D"),
+    Row(f"{_HUB}self_attn.q_proj.weight", f"{_OURS}attention/q_proj", "(h d) D -> layer D h d"),
+    Row(f"{_HUB}self_attn.k_proj.weight", f"{_OURS}attention/k_proj", "(h d) D -> layer D h d"),
+    Row(f"{_HUB}self_attn.v_proj.weight", f"{_OURS}attention/v_proj", "(h d) D -> layer D h d"),
+    Row(f"{_HUB}self_attn.o_proj.weight", f"{_OURS}attention/o_proj", "D (h d) -> layer h d D"),
+    *_gated_mlp(f"{_HUB}mlp.", f"{_OURS}mlp/"),
+    *_gated_mlp(f"{_HUB}mlp.experts.{{expert}}.", f"{_OURS}moe/experts/", "expert"),
+    *_gated_mlp(f"{_HUB}mlp.shared_experts.", f"{_OURS}moe/shared_experts/"),
+)
+
+_BIAS = f"{_HUB}mlp.moe_statics.e_score_correction_bias"
+
+TEXT: tuple[Row, ...] = (
+    *DECODER,
+    Row(f"{_HUB}mlp.gate.weight", f"{_OURS}moe/router/gate", "E D -> layer E D", float32=True),
+    Row(_BIAS, f"{_OURS}moe/router/bias", "0 E -> layer E", float32=True),
+)
+
+
+def table_of(config: ModelConfig) -> tuple[Row, ...]:
+    """The rows for a model of this shape.
+
+    Raises:
+      ValueError: a class of models without a table.
+    """
+    if config.vision is not None or config.mrope_section is not None:
+        raise ValueError(
+            "vision-language checkpoints cannot be converted yet; expected a text model (model_type ernie4_5 or ernie4_5_moe)"
+        )
+    return TEXT
