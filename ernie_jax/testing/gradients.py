@@ -1,0 +1,100 @@
+"""Loss and gradients of one batch on any mesh: both sides of every "equals one device" comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from ernie_jax.config import ComputeConfig, ModelConfig
+from ernie_jax.models import TextModel, init_model, text_inputs
+from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, StepTotals, pretraining_loss
+from ernie_jax.sharding import make_layout, state_shardings, variables_by_path
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of `loss_and_gradients`; `hlo` is the optimised program of one device."""
+
+    loss: float
+    gradients: dict[str, np.ndarray]
+    parts: LossParts
+    hlo: str
+
+
+def random_batch(config: ModelConfig, batch: int, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """A batch with padding on both sides and two documents in a row: arrays [batch, tokens] as the data pipeline gives them."""
+    rng = np.random.default_rng(seed)
+    segments = np.ones((batch, tokens), np.int32)
+    segments[0, : tokens // 4] = 0
+    segments[-1, tokens - tokens // 3 :] = 0
+    segments[batch // 2, tokens // 2 :] = np.where(segments[batch // 2, tokens // 2 :] > 0, 2, 0)
+    ids = rng.integers(3, config.vocab_size, (batch, tokens)).astype(np.int32)
+    scored = (segments > 0) & (np.roll(segments, -1, 1) == segments) & (np.arange(tokens) < tokens - 1)
+    return {
+        "input_ids": ids,
+        "labels": np.where(scored, np.roll(ids, -1, 1), -100).astype(np.int32),
+        "segment_ids": segments,
+        "position_ids": np.broadcast_to(np.arange(tokens, dtype=np.int32), (batch, tokens)).copy(),
+    }
+
+
+def loss_and_gradients(
+    config: ModelConfig,
+    batch: dict[str, np.ndarray],
+    mesh: Mesh,
+    *,
+    compute: ComputeConfig = ComputeConfig(),
+    rules: str = "tp_sp",
+    weights: RouterLossWeights = RouterLossWeights(aux=0.1, z=0.01, orthogonal=0.1),
+    seed: int = 0,
+    edit: Any = None,
+) -> Evaluation:
+    """Pre-training loss of a batch and its gradient with respect to every parameter, on a mesh.
+
+    Args:
+      config: model shape.
+      batch: as `random_batch` makes it.
+      mesh: where to run; the same seed gives the same parameters on every mesh.
+      compute, rules: how to run.
+      weights: router losses.
+      seed: of the parameters.
+      edit: a function of the state that changes parameters before the run, for example to skew the routing.
+    """
+    layout = make_layout(mesh, config, rules)
+    graphdef, state = nnx.split(init_model(config, compute, layout=layout, seed=seed))
+    if edit is not None:
+        state = jax.jit(edit, out_shardings=state_shardings(state, layout))(state)
+    params, rest = nnx.split_state(state, nnx.Param, ...)
+
+    def loss(params: Any, rest: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, LossParts]:
+        model: TextModel = nnx.merge(graphdef, params, rest)
+        inputs = text_inputs(
+            config, batch["input_ids"], segment_ids=batch["segment_ids"], position_ids=batch["position_ids"]
+        )
+        totals = StepTotals(
+            scored=jnp.sum(batch["labels"] >= 0).astype(jnp.float32),
+            tokens=jnp.sum(batch["segment_ids"] != 0).astype(jnp.float32),
+            share=jnp.ones(()),
+        )
+        return pretraining_loss(model, inputs, batch["labels"], totals, weights)
+
+    compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, rest, batch).compile()
+    (value, parts), gradients = compiled(params, rest, batch)
+    arrays = {path: np.asarray(variable[...]) for path, variable in variables_by_path(gradients).items()}
+    return Evaluation(float(value), arrays, jax.device_get(parts), compiled.as_text())
+
+
+def worst_difference(one: Evaluation, other: Evaluation) -> tuple[float, str]:
+    """Largest difference of any gradient, relative to that gradient's largest entry, and whose it is."""
+    assert one.gradients.keys() == other.gradients.keys()
+    differences = []
+    for path, gradient in one.gradients.items():
+        scale = max(float(np.abs(gradient).max()), 1e-12)
+        differences.append((float(np.abs(gradient - other.gradients[path]).max()) / scale, path))
+    return max(differences)

@@ -1,0 +1,27 @@
+"""Every test runs on eight fake CPU devices, at the highest matmul precision, with compiled programs kept on disk."""
+
+import os
+import tempfile
+from pathlib import Path
+
+# Before jax is imported: the device count is read once, when the backend starts.
+_FLAG = "--xla_force_host_platform_device_count"
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+CACHE = Path(os.environ.get("ERNIE_TEST_CACHE", Path(tempfile.gettempdir()) / "ernie_jax_test_cache"))
+
+jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@pytest.fixture
+def golden() -> Path:
+    """Folder of the reference models and outputs of transformers 5.24."""
+    return Path(__file__).parent / "golden"
