@@ -48,6 +48,26 @@ def test_read_values(golden):
     assert vl.mrope_section == (6, 6, 4)
 
 
+def test_no_field_is_read_as_its_default(golden):
+    # In the reference files several fields equal the defaults; here none does.
+    text = {"moe_norm_min": 1e-9, "rms_norm_eps": 1e-4, "initializer_range": 0.5, "pad_token_id": 7, "bos_token_id": 8}
+    text |= {
+        "eos_token_id": 9,
+        "hidden_act": "gelu",
+        "moe_layer_interval": 2,
+        "moe_layer_end_index": 2,
+        "num_nextn_predict_layers": 2,
+    }
+    text |= {"rope_parameters": {"rope_theta": 77.0, "rope_type": "default"}}
+    changed = without(load(golden, "moe"), "transformers_version") | text
+    assert config_to_hf(config_from_hf(changed), dtype="float32") == changed
+
+    vl = without(load(golden, "vl"), "transformers_version")
+    vl["vision_config"] |= {"in_channels": 4, "hidden_act": "relu", "rms_norm_eps": 1e-3, "spatial_merge_size": 3}
+    vl["vision_config"] |= {"rope_parameters": {"rope_theta": 99.0, "rope_type": "axial"}}
+    assert config_to_hf(config_from_hf(vl), dtype="float32") == vl
+
+
 def test_the_file_itself_may_be_named(golden):
     assert config_from_hf(golden / "moe" / "config.json") == config_from_hf(str(golden / "moe"))
 

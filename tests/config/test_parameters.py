@@ -2,9 +2,12 @@ import dataclasses
 import json
 import math
 
+import jax
 import pytest
+from flax import nnx
 
 from ernie_jax.config import config_from_hf, count_parameters, preset
+from ernie_jax.models import abstract_model
 
 # total without MTP, active, MTP
 PUBLISHED = {
@@ -40,6 +43,12 @@ def test_vision_language_model_is_text_model_plus_vision_parts():
 def test_counts_equal_the_tensors_of_a_checkpoint(golden, name):
     shapes = json.loads((golden / name / "shapes.json").read_text())["hub"]
     assert count_parameters(config_from_hf(golden / name)).total == sum(math.prod(shape) for shape in shapes.values())
+
+
+@pytest.mark.parametrize("name", ["ernie-4.5-0.3b", "ernie-4.5-21b-a3b", "ernie-4.5-300b-a47b", "quickstart"])
+def test_counts_equal_the_arrays_of_the_model(name):
+    shapes = jax.tree.leaves(nnx.state(abstract_model(preset(name))))
+    assert count_parameters(preset(name)).total == sum(math.prod(leaf.shape) for leaf in shapes)
 
 
 def test_active_leaves_out_exactly_the_experts_not_chosen():
