@@ -2,7 +2,7 @@ import pytest
 
 from ernie_jax.config import PRESETS, preset
 
-# head_dim, layers, dense layers, (experts, chosen, width, shared, vision width), tied, MTP blocks
+# hidden, head_dim, layers, dense layers, (experts, chosen, width, shared, vision width), tied, MTP blocks
 PUBLISHED = {
     "ernie-4.5-0.3b": (1024, 128, 18, 18, None, True, 0),
     "ernie-4.5-21b-a3b": (2560, 128, 28, 1, (64, 6, 1536, 2, None), True, 1),
