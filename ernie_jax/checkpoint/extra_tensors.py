@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-
-import numpy as np
 
 from ernie_jax.checkpoint.weight_files import TensorEntry, WeightFiles
 
@@ -36,9 +33,3 @@ class ExtraTensors:
             if gone:
                 raise ValueError(f"{self.folder} no longer has {', '.join(gone)}, which the model was to carry along (mtp='keep')")
             return {name: files.entries[name] for name in self.names}
-
-    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Each tensor in turn, as stored."""
-        with WeightFiles(self.folder) as files:
-            for name in self.names:
-                yield name, files.read(name)

@@ -37,11 +37,16 @@ def _copy_local(array: jax.Array, region: Region, block: np.ndarray) -> None:
         start = [c.start - b.start for c, b in zip(common, bounds, strict=True)]
         size = tuple(s.stop - s.start for s in common)
         target = tuple(slice(c.start - r.start, c.stop - r.start) for c, r in zip(common, region, strict=True))
-        block[target] = np.asarray(_cut(shard.data, start, size))
+        if shard.device.platform == "cpu":
+            # Host memory already: a view costs neither a copy nor a program for every shape.
+            block[target] = np.asarray(shard.data)[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+        else:
+            block[target] = np.asarray(cut_on_device(shard.data, start, size))
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _cut(data: jax.Array, start: list[int], size: tuple[int, ...]) -> jax.Array:
+def cut_on_device(data: jax.Array, start: list[int], size: tuple[int, ...]) -> jax.Array:
+    """A part of an array, cut where it lives, so that only the part travels to the host; one program a shape."""
     return jax.lax.dynamic_slice(data, start, size)
 
 

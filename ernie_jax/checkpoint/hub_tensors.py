@@ -59,14 +59,15 @@ def hub_tensors(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> dic
       shapes: shape of each of its variables, by path.
 
     Raises:
-      ValueError: a class of models without a table.
+      ValueError: a class of models without a table, a variable without a row.
     """
     rows = table_of(config)
     found: dict[str, list[tuple[Row, Block, tuple[int, ...]]]] = defaultdict(list)
     for path, shape in shapes.items():
         matches = [(row, match) for row in rows if (match := _path_pattern(row.ours).fullmatch(path))]
-        # A variable that no row names would be lost on export and random after import.
-        assert matches, f"the weight table has no row for {path} of shape {tuple(shape)}"
+        if not matches:
+            # Such a variable would be lost on export and stay random after import.
+            raise ValueError(f"the weight table has no row for variable {path} of shape {tuple(shape)}; add one to table.py")
         for row, match in matches:
             axes = AxisMap.parse(row.axes)
             hub_shape = axes.hub_shape(axes.sizes(shape))

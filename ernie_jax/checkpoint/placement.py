@@ -23,12 +23,16 @@ def pieces(region: Region, itemsize: int, budget: int) -> Iterator[Region]:
         yield region
         return
     dim = next(i for i, n in enumerate(lengths) if n > 1)
-    row = math.prod(lengths[dim + 1 :]) * itemsize
-    step = max(1, budget // row)
-    whole = region[dim]
-    for start in range(whole.start, whole.stop, step):
-        part = slice(start, min(start + step, whole.stop))
+    start = region[dim].start
+    for run in row_runs(lengths[dim], math.prod(lengths[dim + 1 :]) * itemsize, budget):
+        part = slice(start + run.start, start + run.stop)
         yield from pieces((*region[:dim], part, *region[dim + 1 :]), itemsize, budget)
+
+
+def row_runs(rows: int, row_bytes: int, budget: int) -> Iterator[slice]:
+    """All of `rows` in runs of at most `budget` bytes, at least a row each."""
+    step = max(1, budget // max(1, row_bytes))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def assemble(

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from ernie_jax.checkpoint.extra_tensors import ExtraTensors, is_mtp
 from ernie_jax.checkpoint.hub_tensors import Block, Region, hub_tensors
 from ernie_jax.checkpoint.mismatch import check_fit
-from ernie_jax.checkpoint.placement import assemble
+from ernie_jax.checkpoint.placement import assemble, row_runs
 from ernie_jax.checkpoint.weight_files import WeightFiles
 from ernie_jax.config import ComputeConfig, ModelConfig, config_from_hf
 from ernie_jax.config.nearest import did_you_mean
@@ -66,7 +66,8 @@ def load_pretrained(
         layout = None if mesh is None else make_layout(mesh, config, rules)
         model = _load(files, config, options, layout)
     if extra is not None:
-        model.extra_tensors = extra
+        carrier: Any = model  # a static attribute that the class does not know
+        carrier.extra_tensors = extra
     return model
 
 
@@ -117,10 +118,9 @@ def _same_head(files: WeightFiles) -> bool:
     head, table = files.entries[_HEAD], files.entries.get(_EMBEDDING)
     if table is None:
         return False  # reported as missing with everything else
-    rows = max(1, _SMALLEST_PIECE // (8 * max(1, *head.shape[1:])))
     same = head.shape == table.shape and all(
-        np.array_equal(*(files.read(name, (slice(start, start + rows),)) for name in (_HEAD, _EMBEDDING)))
-        for start in range(0, head.shape[0], rows)
+        np.array_equal(files.read(_HEAD, (run,)), files.read(_EMBEDDING, (run,)))
+        for run in row_runs(head.shape[0], 8 * max(1, *head.shape[1:]), _SMALLEST_PIECE)
     )
     if not same:
         raise ValueError(
@@ -160,9 +160,7 @@ def _load(files: WeightFiles, config: ModelConfig, options: ComputeConfig, layou
     return model
 
 
-def read_region(
-    files: WeightFiles, blocks: Sequence[Block], shape: Sequence[int], region: Region, dtype: np.dtype
-) -> np.ndarray:
+def read_region(files: WeightFiles, blocks: Sequence[Block], shape: Sequence[int], region: Region, dtype: np.dtype) -> np.ndarray:
     """A region of one of our arrays from the published tensors that lie in it, cast to its format."""
     out = np.empty([s.stop - s.start for s in region], dtype)
     for block in blocks:
@@ -172,8 +170,6 @@ def read_region(
         sizes = axes.sizes(shape)
         want = {name: s for name, s in zip(axes.ours, region, strict=True) if isinstance(name, str)}
         source = files.read(block.hub, axes.hub_region(sizes, want))
-        target = tuple(
-            slice(None) if place is None else place - s.start for place, s in zip(block.place, region, strict=True)
-        )
+        target = tuple(slice(None) if place is None else place - s.start for place, s in zip(block.place, region, strict=True))
         out[target] = axes.to_ours(source, sizes, want)
     return out

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 FORMATS: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
-_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+
+
+def _item_bytes(format_: str) -> int:
+    bits = re.search(r"\d+", format_)
+    # BOOL is the one format without its width in its name; F8_E4M3 and its like begin with theirs.
+    return int(bits[0]) // 8 if bits else 1
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return int(np.prod(self.shape, dtype=np.int64)) * _ITEM_BYTES.get(self.format, 1)
+        return int(np.prod(self.shape, dtype=np.int64)) * _item_bytes(self.format)
 
 
 def format_of(dtype: str) -> str:
@@ -46,18 +52,22 @@ def format_of(dtype: str) -> str:
     return FORMATS[name]
 
 
-def write_safetensors(path: Path, entries: Sequence[Entry], produce: Callable[[Entry], np.ndarray]) -> None:
+def file_order(entries: Sequence[Entry]) -> list[Entry]:
+    """The order of tensors within a file: wide formats first, so that each starts at a multiple of its item size."""
+    return sorted(entries, key=lambda entry: -_item_bytes(entry.format))
+
+
+def write_safetensors(path: Path, entries: Sequence[Entry], produce: Callable[[Entry], Iterator[np.ndarray]]) -> None:
     """Write a file and see it onto the disk.
 
     Args:
       path: of the file.
       entries: its tensors.
-      produce: gives each tensor's values in its format when its turn comes.
+      produce: gives each tensor's values in its format when its turn comes, whole or in runs of rows.
     """
+    ordered = file_order(entries)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    # transformers expects wide formats first, as the library writes them: each tensor then starts at a multiple of its item.
-    ordered = sorted(entries, key=lambda e: -_ITEM_BYTES.get(e.format, 1))
     for entry in ordered:
         header[entry.name] = {"dtype": entry.format, "shape": list(entry.shape), "data_offsets": [offset, offset + entry.nbytes]}
         offset += entry.nbytes
@@ -67,8 +77,9 @@ def write_safetensors(path: Path, entries: Sequence[Entry], produce: Callable[[E
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for entry in ordered:
-            values = np.ascontiguousarray(produce(entry))
-            assert values.nbytes == entry.nbytes, (entry, values.dtype, values.shape)
-            file.write(values.reshape(-1).view(np.uint8).data)
+            written = 0
+            for rows in produce(entry):
+                written += file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+            assert written == entry.nbytes, (entry, written)
         file.flush()
         os.fsync(file.fileno())

@@ -44,7 +44,7 @@ class WeightFiles:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise ValueError(f"no checkpoint folder at {self.folder}; expected one with config.json and {SINGLE_FILE} or {INDEX_FILE}")
+            raise ValueError(f"no checkpoint folder at {self.folder}; expected one with config.json and {SINGLE_FILE} or its index")
         mapping = _index(self.folder)
         files = _files(self.folder, mapping)
         self.entries: dict[str, TensorEntry] = {}
@@ -94,7 +94,7 @@ class WeightFiles:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     piece = tensors.get_slice(name)
                     if name in self.entries:
-                        raise ValueError(f"{name} is in two files, {self.entries[name].file} and {file}; each tensor belongs in one")
+                        raise ValueError(f"{name} is in two files, {self.entries[name].file} and {file}; it belongs in one")
                     self.entries[name] = TensorEntry(file, piece.get_dtype(), tuple(piece.get_shape()))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is truncated or not a safetensors file ({error}); fetch or export it again") from error
@@ -104,7 +104,7 @@ def _index(folder: Path) -> Mapping[str, str] | None:
     path = folder / INDEX_FILE
     if (folder / SINGLE_FILE).exists():
         if path.exists():
-            raise ValueError(f"{folder} has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is left over from another export")
+            raise ValueError(f"{folder} has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that an older export left over")
         return None
     if not path.exists():
         other = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pdparams"))
