@@ -1,0 +1,42 @@
+"""Benchmarks by name: `python launch/bench.py NAME --help`.
+
+Each prints what it will do, then a table; with `--json` the last line is the result as one JSON object, with the
+hardware, the versions, the commit and the command that gave it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+
+# name -> what it measures; the code is benches/NAME.py with `add_arguments(parser)` and `run(args) -> dict`.
+BENCHES = {
+    "moe": "grouped matmuls of the experts against the dense matmul of equal FLOPs",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the bench named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    modules = {}
+    for name, summary in BENCHES.items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+        modules[name] = importlib.import_module(f"benches.{name}")
+        modules[name].add_arguments(command)
+    args = parser.parse_args(argv)
+    try:
+        result = modules[args.name].run(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.json:
+        print(json.dumps(result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
