@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ernie_jax.moe import grouped_matmul as package
 from ernie_jax.moe.grouped_matmul import BACKENDS, grouped_matmul
-from ernie_jax.moe.grouped_matmul.blocks import ROW_HEIGHTS, WEIGHT_HEIGHTS, block_counts, block_heights
+from ernie_jax.moe.grouped_matmul.blocks import block_counts, block_heights
 
 D, F = 6, 5
 
@@ -177,12 +177,28 @@ def test_work_follows_the_rows_routed(sizes):
         (lhs_contract, _), _ = eqn.params["dimension_numbers"]
         free = 1 - lhs_contract[0]
         heights.append(eqn.invars[0].aval.shape[free if lhs_contract == (1,) else 0])
-    assert sorted(heights) == sorted([*ROW_HEIGHTS, *ROW_HEIGHTS, *WEIGHT_HEIGHTS])
-    # The trip counts come from `block_counts`: what is multiplied is the rows routed, and less than one small block a group.
-    for table in (ROW_HEIGHTS, WEIGHT_HEIGHTS):
-        counts = block_counts(np.asarray(sizes), block_heights(table, num_rows))
-        multiplied = sum((np.asarray(c) * h).sum() for c, h in zip(counts, table, strict=True))
-        assert sum(sizes) <= multiplied <= sum(sizes) + np.count_nonzero(sizes) * (table[-1] - 1)
+    tall, low = block_heights(num_rows, len(sizes))
+    assert sorted(heights) == sorted([tall, low] * 3)
+    # The trip counts come from `block_counts`: what is multiplied is the rows routed, and less than one low block a group.
+    talls, lows = block_counts(np.asarray(sizes), (tall, low))
+    multiplied = (talls * tall + lows * low).sum()
+    assert sum(sizes) <= multiplied <= sum(sizes) + np.count_nonzero(sizes) * (low - 1)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_groups", "heights"),
+    [
+        (16384, 32, (512, 64)),
+        (16384, 1, (512, 64)),
+        (2048, 32, (64, 8)),
+        (64, 32, (64, 8)),
+        (70, 2, (64, 8)),
+        (5, 2, (5, 5)),
+        (1, 1, (1, 1)),
+    ],
+)
+def test_block_heights_suit_the_average_group_and_fit_the_buffer(num_rows, num_groups, heights):
+    assert block_heights(num_rows, num_groups) == heights
 
 
 def test_compiled_temporaries_do_not_grow_with_the_groups():
