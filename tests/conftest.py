@@ -4,10 +4,15 @@ import os
 import tempfile
 from pathlib import Path
 
-# Before jax is imported: the device count is read once, when the backend starts.
-_FLAG = "--xla_force_host_platform_device_count"
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+# Before jax is imported: flags are read once, when the backend starts. Compiling is most of what these tests do, and
+# their programs are tiny, so the code generator is told not to try hard.
+_FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    "--xla_backend_optimization_level": "0",
+    "--xla_llvm_disable_expensive_passes": "true",
+}
+_given = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in _given)]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax

@@ -90,6 +90,13 @@ class TextModel(nnx.Module):
             logits = project_to_vocabulary(hidden, self.head_kernel, self.dtypes)
             return ModelOutput(logits, router, states if collect.hidden_states else None, cache)
 
+    def next_logits(self, inputs: TextInputs, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """Logits [B, V] after the last of the given tokens, and the cache with all of them: one step of generation."""
+        with use_layout(self.layout):
+            hidden, cache_out, _, _ = self._hidden(inputs, cache, Collect())
+            assert cache_out is not None
+            return project_to_vocabulary(hidden[:, -1:], self.head_kernel, self.dtypes)[:, 0], cache_out
+
     def hidden(self, inputs: TextInputs) -> tuple[jax.Array, tuple[RouterOutput, ...]]:
         """Normed hidden states [B, T, D] and router outputs, without the head: what a chunked loss starts from."""
         with use_layout(self.layout):

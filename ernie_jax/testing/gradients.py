@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ernie_jax.config import ComputeConfig, ModelConfig
-from ernie_jax.models import TextModel, init_model, text_inputs
+from ernie_jax.models import TextModel, abstract_model, init_model, text_inputs
 from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, StepTotals, pretraining_loss
 from ernie_jax.sharding import make_layout, state_shardings, variables_by_path
 
@@ -44,6 +45,12 @@ def random_batch(config: ModelConfig, batch: int, tokens: int, seed: int = 0) ->
     }
 
 
+@functools.cache
+def initial_state(config: ModelConfig, seed: int) -> Any:
+    """The state of a freshly initialised model on one device."""
+    return nnx.state(init_model(config, seed=seed))
+
+
 def loss_and_gradients(
     config: ModelConfig,
     batch: dict[str, np.ndarray],
@@ -67,9 +74,10 @@ def loss_and_gradients(
       edit: a function of the state that changes parameters before the run, for example to skew the routing.
     """
     layout = make_layout(mesh, config, rules)
-    graphdef, state = nnx.split(init_model(config, compute, layout=layout, seed=seed))
-    if edit is not None:
-        state = jax.jit(edit, out_shardings=state_shardings(state, layout))(state)
+    graphdef, abstract = nnx.split(abstract_model(config, compute, layout))
+    # Initialised once on one device and then placed: an initialisation compiled for each mesh would take longer than the step.
+    state = initial_state(config, seed)
+    state = jax.device_put(state if edit is None else edit(state), state_shardings(abstract, layout))
     params, rest = nnx.split_state(state, nnx.Param, ...)
 
     def loss(params: Any, rest: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, LossParts]:
