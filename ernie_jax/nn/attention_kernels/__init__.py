@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ernie_jax.nn.attention_kernels.chunked import chunked_attention, tile_table
+from ernie_jax.nn.attention_kernels.chunked import chunked_attention
 from ernie_jax.nn.attention_kernels.cudnn import cudnn_attention
 from ernie_jax.nn.attention_kernels.dense import dense_attention
 from ernie_jax.nn.attention_kernels.mask import AttentionMask
+from ernie_jax.nn.attention_kernels.tiles import tile_table
 
 ATTENTION_KERNELS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, AttentionMask, int], jax.Array]] = {
     "dense": dense_attention,
@@ -32,28 +33,54 @@ def attend(
       k, v: [B, S, hk, d].
       mask: over the T queries and S keys.
       implementation: a key of ATTENTION_KERNELS.
-      chunk: tile height of the chunked kernel.
+      chunk: most tokens of a tile of the chunked kernel.
 
     Returns:
-      [B, T, hq, d] in q's format; exactly zero for a query that sees nothing.
+      [B, T, hq, d] in q's dtype; exactly zero for a query that sees nothing.
 
     Raises:
-      ValueError: an unknown implementation, or heads that do not group.
+      ValueError: an unknown implementation, shapes that do not fit each other, or what a kernel itself cannot do.
     """
     if implementation not in ATTENTION_KERNELS:
         raise ValueError(f"unknown attention {implementation!r}; expected one of {sorted(ATTENTION_KERNELS)}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} kv heads evenly")
+    _check_shapes(q, k, v, mask)
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
     return ATTENTION_KERNELS[implementation](q, k, v, mask, chunk)
 
 
 def choose_implementation(name: str, *, query_length: int, backend: str, chunk_from: int, dtype: DTypeLike) -> str:
-    """The kernel that `auto` stands for: cuDNN on GPU in 16 bits, else chunked beyond `chunk_from` queries, else dense."""
-    if name != "auto":
+    """The kernel that a configured name stands for.
+
+    Args:
+      name: a key of ATTENTION_KERNELS, or `auto`: cuDNN on GPU in 16 bits, else chunked beyond `chunk_from` queries, else dense.
+      query_length: T.
+      backend: `cpu`, `gpu` or `tpu`.
+      chunk_from: longest T for the dense kernel, in tokens.
+      dtype: of q.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if name in ATTENTION_KERNELS:
         return name
-    if backend == "gpu" and jnp.dtype(dtype).itemsize == 2:
+    if name != "auto":
+        raise ValueError(f"unknown attention {name!r}; expected 'auto' or one of {sorted(ATTENTION_KERNELS)}")
+    if backend == "gpu" and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
         return "cudnn"
     return "chunked" if query_length > chunk_from else "dense"
+
+
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> None:
+    if q.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[-1]) != (q.shape[0], q.shape[-1]):
+        raise ValueError(f"expected q [B, T, hq, d] and k, v [B, S, hk, d], got q {q.shape}, k {k.shape}, v {v.shape}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} kv heads evenly; hq must be a multiple of hk")
+    if mask.query_index.shape != q.shape[:2] or mask.key_index.shape != k.shape[:2]:
+        raise ValueError(
+            f"the mask is for queries {mask.query_index.shape} and keys {mask.key_index.shape}, "
+            f"but q has {q.shape[:2]} and k {k.shape[:2]}; build it from the same [B, T] segment ids"
+        )
 
 
 __all__ = ["ATTENTION_KERNELS", "AttentionMask", "attend", "choose_implementation", "tile_table"]

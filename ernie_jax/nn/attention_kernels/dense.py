@@ -21,5 +21,5 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
     probabilities = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
     # A query that sees nothing would average over everything.
     probabilities = jnp.where(seen.any(-1)[:, None, None, :, None], probabilities, 0.0)
-    out = jnp.einsum("bkgts,bskd->btkgd", probabilities.astype(v.dtype), v)
+    out = jnp.einsum("bkgts,bskd->btkgd", probabilities.astype(q.dtype), v)
     return out.reshape(batch, queries, heads, width).astype(q.dtype)

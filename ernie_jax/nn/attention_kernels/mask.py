@@ -29,17 +29,25 @@ class AttentionMask:
     @classmethod
     def causal(cls, segment_ids: jax.Array) -> AttentionMask:
         """Self attention over tokens with segments [B, T]."""
+        segment_ids = segment_ids.astype(jnp.int32)
         index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
         return cls(segment_ids, segment_ids, index, index)
 
     @classmethod
-    def cached(cls, query_segment_ids: jax.Array, key_segment_ids: jax.Array, index: jax.Array) -> AttentionMask:
-        """New tokens [B, T] that stand at slots index, index + 1, ... of a cache with segments [B, S] (0 = empty slot)."""
-        query = index + jnp.arange(query_segment_ids.shape[1], dtype=jnp.int32)
+    def cached(cls, query_segment_ids: jax.Array, key_segment_ids: jax.Array, index: jax.Array | int) -> AttentionMask:
+        """New tokens that stand at slots index, index + 1, ... of a cache.
+
+        Args:
+          query_segment_ids: [B, T] segments of the new tokens.
+          key_segment_ids: [B, S] segments of the cache's slots, those of the new tokens included; 0 is an empty or padded slot.
+          index: slot of the first new token, a scalar or one a row [B].
+        """
+        first = jnp.asarray(index, jnp.int32)[..., None]
+        query = first + jnp.arange(query_segment_ids.shape[1], dtype=jnp.int32)
         key = jnp.arange(key_segment_ids.shape[1], dtype=jnp.int32)
         return cls(
-            query_segment_ids,
-            key_segment_ids,
+            query_segment_ids.astype(jnp.int32),
+            key_segment_ids.astype(jnp.int32),
             jnp.broadcast_to(query, query_segment_ids.shape),
             jnp.broadcast_to(key, key_segment_ids.shape),
         )
