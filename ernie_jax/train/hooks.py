@@ -24,7 +24,8 @@ class Moment:
       step: steps done.
       state: the state there; the next step consumes it.
       batches: the data iterator, positioned behind the last batch used.
-      final: whether the run ends here.
+      final: whether this is the run's last step.
+      stopping: whether the run ends here because it was asked to.
       notes: what hooks found out; becomes part of the step's record.
     """
 
@@ -32,6 +33,7 @@ class Moment:
     state: TrainState
     batches: Iterator[Any]
     final: bool = False
+    stopping: bool = False
     notes: Record = field(default_factory=dict)
 
 
@@ -41,16 +43,19 @@ class Hook:
     Attributes:
       every: due each so many steps, 0 for none of them.
       at_end: also due at the last step.
+      at_stop: also due where the run is asked to stop.
       blocking: waits for the devices, so its time is not counted as training time.
     """
 
     every: int = 0
     at_end: bool = False
+    at_stop: bool = False
     blocking: bool = False
 
     def due(self, moment: Moment) -> bool:
         """Whether `at_step` is wanted at this boundary."""
-        return (self.every > 0 and moment.step % self.every == 0) or (self.at_end and moment.final)
+        periodic = self.every > 0 and moment.step % self.every == 0
+        return periodic or (self.at_end and moment.final) or (self.at_stop and moment.stopping)
 
     def at_step(self, moment: Moment) -> None:
         """At a boundary where the hook is due, before the next step begins."""
@@ -134,16 +139,21 @@ class EvalHook(Hook):
 
 
 class CheckpointHook(Hook):
-    """`save(moment)` each so many steps, at the end, and at a stop that was asked for."""
+    """`save(moment)` each so many steps, at the end, and at a stop that was asked for; `check()` raises what failed since."""
 
     at_end = True
+    at_stop = True
 
-    def __init__(self, every: int, save: Callable[[Moment], None]) -> None:
-        self.every, self._save = every, save
+    def __init__(self, every: int, save: Callable[[Moment], None], check: Callable[[], None]) -> None:
+        self.every, self._save, self._check = every, save, check
 
     def at_step(self, moment: Moment) -> None:
         """Save."""
         self._save(moment)
+
+    def at_record(self, record: Record, final: bool) -> None:
+        """A save that failed in the background ends the run within a step."""
+        self._check()
 
 
 class SampleHook(Hook):
@@ -171,12 +181,12 @@ class ProfileHook(Hook):
 
     def due(self, moment: Moment) -> bool:
         """At both ends of the window."""
-        return moment.step == self._start or (self._running and (moment.step >= self._stop or moment.final))
+        return moment.step == self._start or (self._running and moment.step >= self._stop)
 
     def at_step(self, moment: Moment) -> None:
         """Start or stop the trace, between steps that are finished."""
         jax.block_until_ready(moment.state.step)
-        if not self._running and not moment.final:
+        if not self._running:
             jax.profiler.start_trace(str(self._folder))
             self._running = True
         else:

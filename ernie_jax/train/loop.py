@@ -22,7 +22,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass
 class Loop:
-    """A run from the state's step to `steps`.
+    """The steps of a run, from the state's to `steps`.
 
     Attributes:
       step_fn: `(state, batch) -> (state, metrics)`, compiled; it consumes the state.
@@ -54,7 +54,7 @@ class Loop:
             state, metrics = self.step_fn(state, self.place(self._next(batches, step)))
             step += 1
             stopping = stop.requested(step)
-            moment = Moment(step, state, batches, final=stopping or step == self.steps)
+            moment = Moment(step, state, batches, final=step == self.steps, stopping=stopping)
             self._at_boundary(moment)
             if pending is not None:
                 self._deliver(*pending)
@@ -88,7 +88,7 @@ class Loop:
         self.throughput.add(record["tokens"])
         self.last_record = record
         for hook in self.hooks:
-            hook.at_record(record, moment.final)
+            hook.at_record(record, moment.final or moment.stopping)
         skipped = record["skipped_in_a_row"]
         if skipped >= self.max_nonfinite:
             raise NonFiniteError(

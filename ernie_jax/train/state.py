@@ -16,9 +16,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from ernie_jax.config.run import RunConfig
-from ernie_jax.models import abstract_model, build_model
+from ernie_jax.models import TextModel, abstract_model, build_model
 from ernie_jax.moe import RouterBias
-from ernie_jax.sharding import Layout, logical_axes, make_layout, map_variables, variables_by_path
+from ernie_jax.sharding import Layout, logical_axes, make_layout, make_mesh, map_variables, variables_by_path
 from ernie_jax.sharding import state_shardings as variable_shardings
 from ernie_jax.train.optimizer import Arrays, is_gate, make_adamw
 
@@ -45,6 +45,12 @@ class TrainState:
     ema: Arrays | None
     skipped: jax.Array
     skipped_in_a_row: jax.Array
+
+
+def mesh_of(run: RunConfig) -> Mesh:
+    """The mesh a run asks for, over the devices JAX finds."""
+    m = run.mesh
+    return make_mesh(data=m.data, tensor=m.tensor, pipeline=m.pipeline, expert=m.expert)
 
 
 def run_layout(run: RunConfig, mesh: Mesh) -> Layout:
@@ -103,8 +109,7 @@ def init_state(run: RunConfig, layout: Layout) -> TrainState:
 
     def create() -> TrainState:
         model = build_model(run.model, run.compute, layout, nnx.Rngs(run.seed))
-        params, biases = nnx.state(model, nnx.Param, RouterBias)
-        return new_state(run, params, biases)
+        return new_state(run, *_split(model))
 
     state: TrainState = jax.jit(create, out_shardings=state_shardings(run, layout))()
     return state
@@ -112,15 +117,21 @@ def init_state(run: RunConfig, layout: Layout) -> TrainState:
 
 def gradient_shardings(run: RunConfig, layout: Layout) -> dict[str, NamedSharding]:
     """The sharding by path of a gradient while it is summed, which is that of its moments."""
-    _, params, _ = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, ...)
+    params, _ = _split(abstract_model(run.model, run.compute, layout))
     where = moment_layout(run, layout)
     variables = variables_by_path(params)
     return {path: where.sharding(logical_axes(variables[path]), f"moments of {path}") for path in trained_values(run, params)}
 
 
+def _split(model: TextModel) -> tuple[nnx.State, nnx.State]:
+    """(parameters, router biases) of a model."""
+    states: Any = nnx.split(model, nnx.Param, RouterBias)
+    return states[1], states[2]
+
+
 def _shapes(run: RunConfig, layout: Layout) -> TrainState:
-    _, params, biases = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)
-    state: TrainState = jax.eval_shape(lambda p, b: new_state(run, p, b), params, biases)
+    weights = _split(abstract_model(run.model, run.compute, layout))
+    state: TrainState = jax.eval_shape(lambda p, b: new_state(run, p, b), *weights)
     return state
 
 
@@ -129,14 +140,15 @@ def _shardings_of(run: RunConfig, layout: Layout, shapes: TrainState) -> TrainSt
 
     def follow(path: tuple[Any, ...], _: Any) -> NamedSharding:
         # Moments sit in optax's tuples under the parameter's path; counters have no such key.
-        return by_path.get(getattr(path[-1], "key", None), layout.replicated)
+        return by_path.get(str(getattr(path[-1], "key", "")), layout.replicated)
 
+    whole: Any = layout.replicated
     return TrainState(
-        step=layout.replicated,
+        step=whole,
         params=variable_shardings(shapes.params, layout),
         biases=variable_shardings(shapes.biases, layout),
         opt_state=jax.tree_util.tree_map_with_path(follow, shapes.opt_state),
         ema=jax.tree_util.tree_map_with_path(follow, shapes.ema),
-        skipped=layout.replicated,
-        skipped_in_a_row=layout.replicated,
+        skipped=whole,
+        skipped_in_a_row=whole,
     )

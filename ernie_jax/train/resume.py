@@ -1,0 +1,136 @@
+"""Saving a run and going on from where it was: state, place in the data, configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from ernie_jax.checkpoint.state import TrainCheckpointer
+from ernie_jax.config.run import RunConfig
+from ernie_jax.data import TrainIterator
+from ernie_jax.sharding import Layout
+from ernie_jax.train.hooks import Moment
+from ernie_jax.train.state import TrainState, abstract_state
+
+# Settings that decide which arrays the state has. What decides the data is checked by the data iterator.
+_STRUCTURE = ("model", "moe.freeze_gate", "optimizer.ema_decay")
+
+
+class RunCheckpoints:
+    """The checkpoints of a run in `<workdir>/checkpoints`; use as a context manager.
+
+    Args:
+      run: the run's configuration, stored with each checkpoint.
+      folder: where they are.
+      say: prints a line for the user.
+    """
+
+    def __init__(self, run: RunConfig, folder: Path, say: Callable[[str], None]) -> None:
+        self._run, self._say = run, say
+        self._folder = folder
+        self._store = TrainCheckpointer(
+            folder, keep=run.checkpoint.keep, keep_every=run.checkpoint.keep_every, async_save=run.checkpoint.asynchronous
+        )
+
+    def __enter__(self) -> RunCheckpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._store.close()
+
+    def save(self, moment: Moment) -> None:
+        """Save a step boundary; training goes on while the files are written."""
+        extra = {"config": self._run.to_dict(), "data": _of_all_hosts(moment.batches)}
+        # Of a step that is already there (a run that ended and is asked for more) the old copy is as good.
+        self._store.save(moment.step, moment.state, extra)
+
+    def check(self) -> None:
+        """Raise what went wrong in a save that was under way.
+
+        Raises:
+          CheckpointWriteError: for example, no space left.
+        """
+        self._store.check()
+
+    def wait(self) -> None:
+        """Wait until the latest save is on disk."""
+        self._store.wait()
+
+    def latest(self) -> str:
+        """Names the newest whole checkpoint, for messages."""
+        step = self._store.latest_valid_step()
+        return "none" if step is None else f"step {step} in {self._folder / str(step)}"
+
+    def resume(self, layout: Layout, batches: TrainIterator) -> TrainState | None:
+        """The state of the newest whole checkpoint, placed by `layout`, with `batches` set to its place; None without one.
+
+        Raises:
+          ValueError: the run's model or data are not those of the checkpoint; the message lists what changed.
+        """
+        step = self._store.latest_valid_step()
+        if step is None:
+            return None
+        extra = self._store.extra(step)
+        changes = config_changes(extra["config"], self._run.to_dict())
+        fatal = {key: change for key, change in changes.items() if _changes_structure(key, *change)}
+        if fatal:
+            raise ValueError(
+                f"checkpoint of step {step} in {self._folder} is of another run:\n{_listed(fatal)}\n"
+                "Set these back, or start afresh with another --workdir"
+            )
+        if changes:
+            self._say(f"Configuration changed since the checkpoint:\n{_listed(changes)}")
+        places = extra["data"]
+        if len(places) != jax.process_count():
+            raise ValueError(
+                f"checkpoint of step {step} was saved by {len(places)} processes, there are {jax.process_count()} now; "
+                "each has its own place in the data: resume with as many"
+            )
+        batches.set_state(places[jax.process_index()])
+        state, _ = self._store.restore(step, abstract_state(self._run, layout))
+        return state
+
+
+def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (saved value, value now) of every leaf that differs; None for one that is not there."""
+    # Through JSON, as the saved one went: tuples become lists.
+    old, new = _leaves(json.loads(json.dumps(saved))), _leaves(json.loads(json.dumps(now)))
+    return {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)}
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in section.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves
+
+
+def _changes_structure(key: str, old: Any, new: Any) -> bool:
+    if key == "optimizer.ema_decay":
+        return (old is None) != (new is None)
+    return any(key == part or key.startswith(f"{part}.") for part in _STRUCTURE)
+
+
+def _listed(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    return "\n".join(f"  config.{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items())
+
+
+def _of_all_hosts(batches: Iterator[Any]) -> list[dict[str, Any]]:
+    """Every process's place in its data, in order: process 0 writes for all."""
+    assert isinstance(batches, TrainIterator)
+    place = batches.get_state()
+    if jax.process_count() == 1:
+        return [place]
+    text = np.frombuffer(json.dumps(place).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(text)] = text
+    rows = multihost_utils.process_allgather(padded)
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
