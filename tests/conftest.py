@@ -15,8 +15,8 @@ _given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in _given)]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
-import pytest
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 CACHE = Path(os.environ.get("ERNIE_TEST_CACHE", Path(tempfile.gettempdir()) / "ernie_jax_test_cache"))
 

@@ -28,7 +28,9 @@ def abstract_model(config: ModelConfig, compute: ComputeConfig = ComputeConfig()
     return model
 
 
-def init_model(config: ModelConfig, compute: ComputeConfig = ComputeConfig(), *, layout: Layout | None = None, seed: int = 0) -> TextModel:
+def init_model(
+    config: ModelConfig, compute: ComputeConfig = ComputeConfig(), *, layout: Layout | None = None, seed: int = 0
+) -> TextModel:
     """A freshly initialised model, each weight created on the devices that will hold it.
 
     The values depend on the seed alone, not on the mesh.

@@ -44,9 +44,7 @@ class Collect:
 class DecoderLayer(nnx.Module):
     """Pre-norm block: attention, then a dense MLP or a mixture of experts, each added to the stream."""
 
-    def __init__(
-        self, kind: str, config: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs, stack: int | None = None
-    ) -> None:
+    def __init__(self, kind: str, config: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs, stack: int | None = None) -> None:
         dtypes = DtypePolicy.of(compute)
 
         def norm() -> RMSNorm:

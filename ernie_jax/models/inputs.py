@@ -82,6 +82,7 @@ def text_inputs(
             raise ValueError(f"the cache holds {cache.segment_ids.shape[0]} rows, input_ids has {shape[0]}")
         if _concrete(cache.index) and int(cache.index) + shape[1] > cache.length:
             raise ValueError(
-                f"the cache has {cache.length} slots, {int(cache.index)} are used and {shape[1]} more do not fit; make a longer cache"
+                f"the cache has {cache.length} slots, {int(cache.index)} are used and {shape[1]} more do not fit; "
+                "make a longer cache"
             )
     return TextInputs(jnp.asarray(input_ids, jnp.int32), segments, positions)

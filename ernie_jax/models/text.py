@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from ernie_jax.config.compute import ComputeConfig

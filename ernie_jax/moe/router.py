@@ -144,7 +144,5 @@ class Router(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[Routing, jax.Array, jax.Array]:
         """Route x [B, T, D]: (routing, logits [B, T, E], probabilities [B, T, E])."""
         logits = self.logits(x)
-        routing, probabilities = route(
-            logits, self.bias[...], self.k, norm_min=self.norm_min, temperature=self.temperature
-        )
+        routing, probabilities = route(logits, self.bias[...], self.k, norm_min=self.norm_min, temperature=self.temperature)
         return routing, logits, probabilities

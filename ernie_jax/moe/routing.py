@@ -49,7 +49,7 @@ class RouterStats:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RouterOutput:
-    """What a MoE layer tells about its routing: `logits` [B, T, E] are raw scores, before softmax and bias; None unless asked for."""
+    """What a MoE layer tells of its routing: `logits` [B, T, E], on request, are raw scores before softmax and bias."""
 
     stats: RouterStats
     logits: jax.Array | None

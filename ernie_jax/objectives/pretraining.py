@@ -1,6 +1,7 @@
 """The pre-training objective: next-token loss plus router losses, as sums that add up over any split of a step.
 
-E experts. Total = CE / scored tokens + sum over MoE layers of (c_aux L_aux + c_z L_z + c_orth L_orth); the reported `loss` is CE alone.
+E experts. What is differentiated is CE / scored tokens + sum over MoE layers of (c_aux L_aux + c_z L_z + c_orth L_orth); the
+reported `loss` is the first term alone.
 """
 
 from __future__ import annotations

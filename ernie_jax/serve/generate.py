@@ -94,9 +94,7 @@ def generate_tokens(
     arrays = (state, ids, segments, SamplingRows.of(settings), stops, np.int32(new_tokens))
     # The buffer is sized by what was asked for, the loop by what fits: nearby lengths share a program.
     tokens, counts, stopped = jax.device_get(_generate(graphdef, max_new_tokens, *arrays))
-    return [
-        Completion(tokens[i, : counts[i]].tolist(), "stop" if stopped[i] else "length") for i in range(len(rows))
-    ]
+    return [Completion(tokens[i, : counts[i]].tolist(), "stop" if stopped[i] else "length") for i in range(len(rows))]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -146,7 +144,9 @@ def _checked_prompts(model: TextModel, prompts: Sequence[Sequence[int]], max_new
         raise ValueError(f"max_new_tokens={max_new_tokens}; expected at least 1")
     for i, row in enumerate(rows):
         if not row:
-            raise ValueError(f"prompt {i} is empty; give at least one token (the begin token {model.config.bos_token_id}, for example)")
+            raise ValueError(
+                f"prompt {i} is empty; give at least one token (the begin token {model.config.bos_token_id}, for example)"
+            )
         bad = [token for token in row if not 0 <= token < model.config.vocab_size]
         if bad:
             raise ValueError(f"prompt {i} has token id {bad[0]}; expected ids in 0..{model.config.vocab_size - 1}")
@@ -156,9 +156,7 @@ def _checked_prompts(model: TextModel, prompts: Sequence[Sequence[int]], max_new
 def _rows_of(sampling: SamplingConfig | Sequence[SamplingConfig], count: int) -> list[SamplingConfig]:
     if isinstance(sampling, SamplingConfig):
         s = sampling
-        return [
-            SamplingConfig(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, seed=s.seed + row) for row in range(count)
-        ]
+        return [SamplingConfig(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, seed=s.seed + row) for row in range(count)]
     if len(sampling) != count:
         raise ValueError(f"{len(sampling)} sampling settings for {count} prompts; give one for all, or one a prompt")
     return list(sampling)

@@ -28,7 +28,9 @@ def initialize_hosts() -> None:
     values = {name: os.environ.get(name) for name in (_ADDRESS, _COUNT, _INDEX)}
     missing = [name for name, value in values.items() if not value]
     if missing:
-        raise ValueError(f"multi-host start-up needs {', '.join(values)} together (or {_COUNT}=auto); missing: {', '.join(missing)}")
+        raise ValueError(
+            f"multi-host start-up needs {', '.join(values)} together (or {_COUNT}=auto); missing: {', '.join(missing)}"
+        )
     try:
         num, index = int(str(values[_COUNT])), int(str(values[_INDEX]))
     except ValueError:

@@ -35,7 +35,9 @@ class AxisRules:
         for logical, axes in self.table:
             unknown = [axis for axis in axes if axis not in MESH_AXES]
             if unknown:
-                raise ValueError(f"rule {logical!r} -> {axes} of {self.name!r} names unknown mesh axes {unknown}; there are {MESH_AXES}")
+                raise ValueError(
+                    f"rule {logical!r} -> {axes} of {self.name!r} names unknown mesh axes {unknown}; there are {MESH_AXES}"
+                )
             if logical in seen:
                 raise ValueError(f"rule set {self.name!r} has two rules for {logical!r}; keep one")
             seen.add(logical)

@@ -9,7 +9,7 @@ from ernie_jax.config import ModelConfig, MoEConfig
 
 
 def tiny_moe(**changes: Any) -> ModelConfig:
-    """Three layers, the first dense; 8 experts, 3 chosen, 1 shared. Fields of ModelConfig, or of MoEConfig by name, may be changed."""
+    """Three layers, the first dense; 8 experts, 3 chosen, 1 shared. `changes` are fields of ModelConfig or MoEConfig."""
     moe = MoEConfig(num_experts=8, num_experts_per_tok=3, intermediate_size=16, num_shared_experts=1, layer_start=1)
     config = ModelConfig(
         vocab_size=64,

@@ -82,9 +82,7 @@ def loss_and_gradients(
 
     def loss(params: Any, rest: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, LossParts]:
         model: TextModel = nnx.merge(graphdef, params, rest)
-        inputs = text_inputs(
-            config, batch["input_ids"], segment_ids=batch["segment_ids"], position_ids=batch["position_ids"]
-        )
+        inputs = text_inputs(config, batch["input_ids"], segment_ids=batch["segment_ids"], position_ids=batch["position_ids"])
         totals = StepTotals(
             scored=jnp.sum(batch["labels"] >= 0).astype(jnp.float32),
             tokens=jnp.sum(batch["segment_ids"] != 0).astype(jnp.float32),

@@ -14,8 +14,10 @@ from ernie_jax.config import ModelConfig, segments_of
 Array = np.ndarray
 
 
-def oracle_moe(x: Array, gate: Array, bias: Array, gate_up: Array, down: Array, k: int, norm_min: float = 1e-12) -> tuple[Array, Array]:
-    """Routed experts on tokens x [N, D]: (outputs [N, D], chosen experts [N, K]); gate [E, D], gate_up [E, D, 2, F], down [E, F, D]."""
+def oracle_moe(
+    x: Array, gate: Array, bias: Array, gate_up: Array, down: Array, k: int, norm_min: float = 1e-12
+) -> tuple[Array, Array]:
+    """Routed experts on tokens x [N, D] with gate [E, D], gate_up [E, D, 2, F], down [E, F, D]: (outputs [N, D], chosen [N, K])."""
     out, chosen = np.zeros(x.shape), np.zeros((x.shape[0], k), int)
     for n, token in enumerate(x.astype(np.float64)):
         p = _softmax(gate.astype(np.float64) @ token)
@@ -46,7 +48,9 @@ def oracle_logits(
             for place, kind in enumerate(plan.unit):
                 prefix = f"decoder/segments/{segment}/layers/{place}/"
                 weights = {
-                    path[len(prefix) :]: array[repeat].astype(np.float64) for path, array in params.items() if path.startswith(prefix)
+                    path[len(prefix) :]: array[repeat].astype(np.float64)
+                    for path, array in params.items()
+                    if path.startswith(prefix)
                 }
                 x = _layer(config, kind, weights, x, segments, positions)
     x = _rms(x, params["norm/scale"].astype(np.float64), config.rms_norm_eps)
@@ -63,7 +67,7 @@ def _layer(config: ModelConfig, kind: str, w: Mapping[str, Array], x: Array, seg
     for b, t in np.ndindex(*segments.shape):
         if segments[b, t] == 0:
             continue
-        seen = np.flatnonzero((segments[b, : t + 1] == segments[b, t]))
+        seen = np.flatnonzero(segments[b, : t + 1] == segments[b, t])
         for h in range(q.shape[2]):
             scores = k[b, seen, h // group] @ q[b, t, h] / np.sqrt(config.head_dim)
             attended[b, t, h] = _softmax(scores) @ v[b, seen, h // group]

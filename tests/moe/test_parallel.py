@@ -120,9 +120,7 @@ def test_remat_changes_no_gradient_and_no_count():
     """Case 5: counts are returned values, not side effects that a second forward would repeat."""
     expected = oracle((8, 12), "uniform")
     for remat in ("full", ("attn_out", "expert_act")):
-        result = loss_and_gradients(
-            CONFIG, random_batch(CONFIG, 8, 12), one_device_mesh(), compute=ComputeConfig(remat=remat)
-        )
+        result = loss_and_gradients(CONFIG, random_batch(CONFIG, 8, 12), one_device_mesh(), compute=ComputeConfig(remat=remat))
         assert worst_difference(expected, result)[0] < 1e-5
         for mine, theirs in zip(result.parts.stats, expected.parts.stats, strict=True):
             np.testing.assert_array_equal(mine.load, theirs.load)

@@ -57,7 +57,7 @@ def tokens_of_slots(rows: PeerRows, slot: jax.Array, num_slots: int) -> jax.Arra
 
 
 def slots_for_peers(routing: Routing, plan: ExchangePlan) -> tuple[jax.Array, jax.Array]:
-    """For each peer, the experts it holds among a token's choices: (local index [n, G, M] with E_local for none, weights [n, G, M])."""
+    """For each peer, its experts among a token's choices: (local index [n, G, M], E_local for none; weights [n, G, M])."""
     parts = [own_experts(routing, jnp.int32(p * plan.experts_per_shard), plan.experts_per_shard) for p in range(plan.shards)]
     return jnp.stack([p.expert_index for p in parts], 1), jnp.stack([p.weights for p in parts], 1)
 
