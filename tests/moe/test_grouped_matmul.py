@@ -86,11 +86,10 @@ def test_empty_groups_and_spare_rows_get_exact_zeros(backend, sizes, spare):
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_bfloat16_is_accumulated_in_float32(backend):
     # 1024 rows of one: a bfloat16 sum stops at 256.
-    rows, weights, sizes = jnp.ones((1024, 8), jnp.bfloat16), jnp.ones((1, 8, 4), jnp.bfloat16), jnp.array([1024])
-    out, pullback = jax.vjp(lambda r, w: grouped_matmul(r, w, sizes, backend=backend), rows, weights)
-    d_rows, d_weights = pullback(jnp.ones_like(out))
-    assert out.dtype == d_rows.dtype == d_weights.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(d_weights, np.float32), 1024.0)
+    rows, weights, cotangent = (jnp.ones(s, jnp.bfloat16) for s in ((1024, D), (1, D, F), (1024, F)))
+    got = jax.jit(run, static_argnums=0)(backend, rows, weights, cotangent, jnp.array([1024]))
+    assert {a.dtype for a in got} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_array_equal(np.asarray(got[2], np.float32), 1024.0)
     args = inputs([40, 0, 90], 140, jnp.bfloat16)
     got = jax.jit(run, static_argnums=0)(backend, *args)
     for a, b in zip(got, oracle(*args), strict=True):
@@ -99,11 +98,14 @@ def test_bfloat16_is_accumulated_in_float32(backend):
 
 def test_the_matmul_precision_in_force_at_the_call_holds_for_all_three_products():
     args = inputs([3, 0, 2], 8)
-    with jax.default_matmul_precision("highest"):
-        _, pullback = jax.vjp(lambda r, w: grouped_matmul(r, w, args[3], backend="blocks"), *args[:2])
-    backward = jax.make_jaxpr(pullback)(args[2])
-    precisions = [eqn.params["precision"] for eqn, _ in dots(backward.jaxpr)]
-    assert precisions
+
+    def backward(rows, weights, cotangent):
+        with jax.default_matmul_precision("highest"):
+            _, pullback = jax.vjp(lambda r, w: grouped_matmul(r, w, args[3], backend="blocks"), rows, weights)
+        return pullback(cotangent)
+
+    precisions = [eqn.params["precision"] for eqn, _ in dots(jax.make_jaxpr(backward)(*args[:3]).jaxpr)]
+    assert len(precisions) == 6
     assert all(p == (jax.lax.Precision.HIGHEST,) * 2 for p in precisions)
 
 

@@ -69,59 +69,81 @@ _product.defvjp(_forward, _backward)
 
 def _rows_product(rows: Array, weights: Array, sizes: Array, contract: int, precision: str | None) -> Array:
     """Rows times W (contract 0) or W transposed (contract 1), zero in spare rows."""
-    out = jnp.zeros((rows.shape[0], weights.shape[2 - contract]), rows.dtype)
+    dtype, num_rows = rows.dtype, rows.shape[0]
+    rows, weights = _as_bits(rows), _as_bits(weights)
+    out = jnp.zeros((num_rows, weights.shape[2 - contract]), rows.dtype)
     if out.size == 0 or sizes.size == 0:
-        return out
+        return _as_floats(out, dtype)
 
     def group(expert: Array, start: Array, size: Array, out: Array) -> Array:
-        weight = jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False)
+        weight = _as_floats(jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False), dtype)
 
         def block(top: Array, index: Array, first: Array, out: Array) -> Array:
-            x = jax.lax.dynamic_slice_in_dim(rows, top, index.size)
-            dims = (((1,), (contract,)), ((), ()))
-            y = jax.lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32).astype(out.dtype)
+            x = _as_floats(jax.lax.dynamic_slice_in_dim(rows, top, index.size), dtype)
+            y = _matmul(x, weight, (1, contract), precision).astype(dtype)
             # Rows above `first` are finished and stay. Rows past the group's end are zeroed: the next group, which comes
             # later, writes its own over them.
             old = jax.lax.dynamic_slice_in_dim(out, top, index.size)
-            new = jnp.where(index < first, old, jnp.where(index < start + size, y, 0))
+            new = jnp.where(index < first, old, jnp.where(index < start + size, _as_bits(y), 0))
             return jax.lax.dynamic_update_slice_in_dim(out, new, top, 0)
 
-        return _for_blocks(start, size, rows.shape[0], sizes.size, block, out)
+        return _for_blocks(start, size, num_rows, sizes.size, block, out)
 
-    return _for_groups(sizes, group, out)
+    return _as_floats(_for_groups(sizes, group, out), dtype)
 
 
 def _weights_product(rows: Array, cotangent: Array, sizes: Array, precision: str | None) -> Array:
     """[E, D, F]: each group's X^T dY, summed over its rows in float32; zero for empty groups."""
-    width = (rows.shape[1], cotangent.shape[1])
-    out = jnp.zeros((sizes.size, *width), rows.dtype)
-    if out.size == 0 or rows.shape[0] == 0:
-        return out
+    dtype, num_rows, width = rows.dtype, rows.shape[0], (rows.shape[1], cotangent.shape[1])
+    factors = _as_bits(rows), _as_bits(cotangent)
+    out = jnp.zeros((sizes.size, *width), factors[0].dtype)
+    if out.size == 0 or num_rows == 0:
+        return _as_floats(out, dtype)
 
     def group(expert: Array, start: Array, size: Array, out: Array) -> Array:
         def block(top: Array, index: Array, first: Array, total: Array) -> Array:
             own = (index >= first) & (index < start + size)
             # Both factors are replaced: zero times the NaN of a spare row would be NaN.
-            x, dy = (jnp.where(own, jax.lax.dynamic_slice_in_dim(a, top, index.size), 0) for a in (rows, cotangent))
-            dims = (((0,), (0,)), ((), ()))
-            return total + jax.lax.dot_general(x, dy, dims, precision=precision, preferred_element_type=jnp.float32)
+            x, dy = (jnp.where(own, jax.lax.dynamic_slice_in_dim(a, top, index.size), 0) for a in factors)
+            return total + _matmul(_as_floats(x, dtype), _as_floats(dy, dtype), (0, 0), precision)
 
-        total = _for_blocks(start, size, rows.shape[0], sizes.size, block, jnp.zeros(width, jnp.float32))
-        return jax.lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), expert, 0)
+        total = _for_blocks(start, size, num_rows, sizes.size, block, jnp.zeros(width, jnp.float32))
+        return jax.lax.dynamic_update_index_in_dim(out, _as_bits(total.astype(dtype)), expert, 0)
 
-    return _for_groups(sizes, group, out)
+    return _as_floats(_for_groups(sizes, group, out), dtype)
+
+
+def _matmul(a: Array, b: Array, contract: tuple[int, int], precision: str | None) -> Array:
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _as_bits(x: Array) -> Array:
+    """16-bit floats as integers, for buffers that a loop reads and writes in parts.
+
+    For want of 16-bit float arithmetic XLA:CPU widens a slice or update of such a buffer to a conversion of the whole of it,
+    there and back in every round of the loop; integers it leaves where they are.
+    """
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def _as_floats(x: Array, dtype: jnp.dtype) -> Array:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def _for_groups(sizes: Array, body: Callable[[Array, Array, Array, Array], Array], carry: Array) -> Array:
     """`body(group, start, size, carry)` over the groups that have rows, in ascending order."""
-    starts = jnp.cumsum(sizes) - sizes
-    (active,) = jnp.nonzero(sizes, size=sizes.size)
+    # Sums over [E, E] masks stand for cumsum and nonzero: as cheap at these sizes, and much less for XLA to compile.
+    index = jnp.arange(sizes.size)
+    starts = jnp.where(index < index[:, None], sizes, 0).sum(axis=1)
+    before = ((index <= index[:, None]) & (sizes > 0)).sum(axis=1)  # groups with rows, up to and with this one
+    active = (before <= index[:, None]).sum(axis=1)  # the i-th group with rows
 
     def step(i: Array, carry: Array) -> Array:
         e = active[i]
         return body(e, starts[e], sizes[e], carry)
 
-    return jax.lax.fori_loop(0, jnp.count_nonzero(sizes), step, carry)
+    return jax.lax.fori_loop(0, before[-1], step, carry)
 
 
 def _for_blocks(
