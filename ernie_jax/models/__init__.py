@@ -4,5 +4,15 @@ from ernie_jax.models.build import abstract_model, build_model, init_model
 from ernie_jax.models.inputs import TextInputs, text_inputs
 from ernie_jax.models.output import ModelOutput
 from ernie_jax.models.text import TextModel
+from ernie_jax.models.vision_language import VisionLanguageModel
 
-__all__ = ["ModelOutput", "TextInputs", "TextModel", "abstract_model", "build_model", "init_model", "text_inputs"]
+__all__ = [
+    "ModelOutput",
+    "TextInputs",
+    "TextModel",
+    "VisionLanguageModel",
+    "abstract_model",
+    "build_model",
+    "init_model",
+    "text_inputs",
+]

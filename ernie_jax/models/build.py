@@ -10,16 +10,14 @@ from flax import nnx
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.models.text import TextModel
+from ernie_jax.models.vision_language import VisionLanguageModel
 from ernie_jax.sharding import Layout, state_shardings
 
 
 def build_model(config: ModelConfig, compute: ComputeConfig, layout: Layout | None, rngs: nnx.Rngs) -> TextModel:
-    """A model of the class the config asks for.
-
-    Raises:
-      ValueError: a config no class exists for.
-    """
-    return TextModel(config, compute, layout=layout, rngs=rngs)
+    """A model of the class the config asks for: text, or vision and language."""
+    model_class = TextModel if config.vision is None else VisionLanguageModel
+    return model_class(config, compute, layout=layout, rngs=rngs)
 
 
 def abstract_model(config: ModelConfig, compute: ComputeConfig = ComputeConfig(), layout: Layout | None = None) -> TextModel:
