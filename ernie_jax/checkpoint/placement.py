@@ -15,6 +15,9 @@ from jax.typing import DTypeLike
 
 from ernie_jax.checkpoint.hub_tensors import Region
 
+# What XLA asks of a host buffer that it takes over without a copy.
+_ALIGNMENT = 64
+
 
 def pieces(region: Region, itemsize: int, budget: int) -> Iterator[Region]:
     """A region cut along its leading dimensions into pieces of at most `budget` bytes (a single row may be more)."""
@@ -60,17 +63,42 @@ def _fill(
     region: Region, dtype: np.dtype, owners: Sequence[jax.Device], read: Callable[[Region], np.ndarray], budget: int
 ) -> list[jax.Array]:
     """One region on each of the devices that hold it."""
-    cuts = list(pieces(region, dtype.itemsize, budget))
+    cuts = [(cut, _within(cut, region)) for cut in pieces(region, dtype.itemsize, budget)]
     if len(cuts) == 1:
         block = read(region)
         return [jax.device_put(block, device) for device in owners]
     lengths = [s.stop - s.start for s in region]
+    fill = _fill_host if owners[0].platform == "cpu" else fill_device
+    return fill(lengths, dtype, owners, ((place, read(cut)) for cut, place in cuts))
+
+
+def _within(cut: Region, region: Region) -> Region:
+    """A part of a region counted from the region's start."""
+    return tuple(slice(c.start - r.start, c.stop - r.start) for c, r in zip(cut, region, strict=True))
+
+
+def _fill_host(
+    lengths: Sequence[int], dtype: np.dtype, owners: Sequence[jax.Device], blocks: Iterator[tuple[Region, np.ndarray]]
+) -> list[jax.Array]:
+    """For devices whose memory is the host's: one aligned buffer, which JAX then uses as it is."""
+    size = math.prod(lengths) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    offset = -raw.ctypes.data % _ALIGNMENT
+    buffer = raw[offset : offset + size].view(dtype).reshape(lengths)
+    for place, block in blocks:
+        buffer[place] = block
+    return [jax.device_put(buffer, device) for device in owners]
+
+
+def fill_device(
+    lengths: Sequence[int], dtype: np.dtype, owners: Sequence[jax.Device], blocks: Iterator[tuple[Region, np.ndarray]]
+) -> list[jax.Array]:
+    """For devices with memory of their own: an array there that takes in one block after the other in place."""
     parts = [jnp.zeros(lengths, dtype, device=device) for device in owners]
-    for cut in cuts:
-        block = read(cut)
-        start = [c.start - r.start for c, r in zip(cut, region, strict=True)]
+    for place, block in blocks:
+        start = [s.start for s in place]
         parts = [_write(part, jax.device_put(block, device), start) for part, device in zip(parts, owners, strict=True)]
-        # Without waiting, the host would run ahead and hold many pieces.
+        # Without waiting, the host would run ahead and hold many blocks.
         jax.block_until_ready(parts)
     return parts
 
