@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
-from grain.experimental import index_shuffle
 
-_ROUNDS = 4
-_MAX_RECORDS = 2**32
+_ROUNDS = 6
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,9 @@ class RecordOrder:
             raise ValueError(f"process_index is {self.process_index}; expected 0 to {self.process_count - 1} (process_count - 1)")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; expected 0 or more")
-        if not self.process_count <= self.num_records < _MAX_RECORDS:
+        if self.num_records < self.process_count:
             raise ValueError(
-                f"{self.num_records} records cannot be shared by {self.process_count} processes; expected one each at least, "
-                f"and fewer than {_MAX_RECORDS}"
+                f"{self.num_records} records cannot be shared by {self.process_count} processes; expected one each at least"
             )
 
     @property
@@ -52,11 +51,37 @@ class RecordOrder:
         """Index of the record this host reads at its own `step`, counted from 0 over all epochs."""
         epoch, local = divmod(step, self.records_per_epoch)
         place = self.process_index + local * self.process_count
-        if not self.shuffle or self.num_records == 1:
-            return place
-        # Seed and epoch are hashed together: with their sum, epoch 1 of seed 0 would be epoch 0 of seed 1.
-        key = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
-        return int(index_shuffle(place, max_index=self.num_records - 1, seed=key, rounds=_ROUNDS))
+        return permuted(place, self.num_records, _round_keys(self.seed, epoch)) if self.shuffle else place
+
+
+@functools.lru_cache(maxsize=8)
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    """Keys of one epoch's permutation. Hashed together: with the sum, epoch 1 of seed 0 would be epoch 0 of seed 1."""
+    return tuple(int(key) for key in np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64))
+
+
+def permuted(index: int, size: int, keys: tuple[int, ...]) -> int:
+    """Where a keyed pseudorandom permutation of `range(size)` takes `index`, in time and memory that do not grow with `size`.
+
+    A Feistel network permutes the smallest 2^(2k) numbers that hold the range; a result outside the range goes through again, which
+    stays a permutation (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    """
+    half_bits = ((size - 1).bit_length() + 1) // 2
+    half_mask = (1 << half_bits) - 1
+    while True:
+        left, right = index >> half_bits, index & half_mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & half_mask)
+        index = left << half_bits | right
+        if index < size:
+            return index
+
+
+def _mix(value: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit changes every output bit."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31
 
 
 def host_rows(batch_size: int, process_index: int, process_count: int) -> slice:

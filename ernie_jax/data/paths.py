@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import posixpath
 from collections.abc import Sequence
+from pathlib import Path
 
 from etils import epath
 
@@ -39,11 +40,11 @@ def _matches(pattern: str) -> list[epath.Path]:
     if "://" not in pattern:
         # epath refuses "**", which on a local disk costs nothing out of the ordinary.
         return [epath.Path(found) for found in glob.glob(str(epath.Path(pattern).expanduser()), recursive=True)]  # noqa: PTH207
-    scheme, rest = pattern.split("://", 1)
-    parts = rest.split("/")
+    if "**" in pattern:
+        raise ValueError(f"{pattern!r}: '**' is for local paths; name each level of a remote path with '*'")
+    parts = pattern.split("/")
     first = next(i for i, part in enumerate(parts) if _MAGIC & set(part))
-    root = epath.Path(f"{scheme}://" + "/".join(parts[:first]))
-    return list(root.glob("/".join(parts[first:])))
+    return list(epath.Path("/".join(parts[:first])).glob("/".join(parts[first:])))
 
 
 def _advice(pattern: str) -> str:
@@ -51,6 +52,12 @@ def _advice(pattern: str) -> str:
     if not _MAGIC & set(pattern) and path.is_dir():
         return f"it is a folder, give its files, for example {pattern.rstrip('/')}/*.jsonl"
     return "check the path and its spelling"
+
+
+def file_size(path: epath.Path) -> int:
+    """Bytes of the file."""
+    # epath's stat of a local file looks its owner up by name, which fails in containers that run under a bare user id.
+    return Path(path).stat().st_size if "://" not in str(path) else int(path.stat().length)
 
 
 def names_below_common_folder(files: Sequence[epath.Path]) -> list[str]:

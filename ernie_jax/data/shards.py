@@ -40,6 +40,9 @@ class OpenFiles:
         self._lock = threading.Lock()
         self._closed = False
 
+    def __len__(self) -> int:
+        return len(self._open)
+
     def read(self, path: epath.Path, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of the file."""
         while True:

@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 
 from ernie_jax.data.parquet import ParquetShard, RowGroupCache
-from ernie_jax.data.paths import expand_paths, names_below_common_folder
+from ernie_jax.data.paths import expand_paths, file_size, names_below_common_folder
 from ernie_jax.data.shards import BadRecordError, JsonlShard, OpenFiles, Shard, TextShard
 
 __all__ = ["FORMATS", "BadRecordError", "Paths", "Records", "open_records"]
@@ -93,7 +93,7 @@ def open_records(paths: Paths, *, format: str = "auto", text_field: str = "text"
     formats = [_format_of(path, format) for path in found]
     open_files, cache = OpenFiles(), RowGroupCache()
     shards = [FORMATS[kind](path, text_field, open_files, cache) for kind, path in zip(formats, found, strict=True)]
-    sizes = [int(path.stat().length) for path in found]
+    sizes = [file_size(path) for path in found]
     records = Records(shards, list(zip(names_below_common_folder(found), sizes, strict=True)), open_files)
     if not len(records):
         raise ValueError(f"no record in {json.dumps([str(path) for path in found[:5]])}: every file is empty")

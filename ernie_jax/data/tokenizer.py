@@ -127,8 +127,8 @@ class Tokenizer:
         """
         try:
             ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the text has no UTF-8 form: {error}") from error
+        except TypeError as error:  # tokenizers' word for a string with a lone surrogate
+            raise ValueError(f"expected text that has a UTF-8 form, got {text[:40]!a} of {len(text)} characters") from error
         for forged in (self.bos_token_id, self.eos_token_id):
             if forged is not None and forged in ids:
                 raise ValueError(
