@@ -166,12 +166,13 @@ class TrainCheckpointer:
             found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
         return None if found < 0 else found
 
-    def restore(self, step: int, abstract: State, *, cast: bool = False) -> tuple[State, dict[str, Any]]:
+    def restore(self, step: int, abstract: State, *, cast: bool = False, partial: bool = False) -> tuple[State, dict[str, Any]]:
         """A saved state in the structure, formats and shardings of `abstract`.
 
         Args:
           step: one that is there.
           abstract: a pytree like the one saved, of arrays or ShapeDtypeStructs; leaves without a sharding become numpy arrays.
+          partial: read only the leaves of `abstract`; without, others in the checkpoint are an error.
           cast: let a floating-point leaf change to the floating-point format of `abstract`.
 
         Returns:
@@ -180,7 +181,7 @@ class TrainCheckpointer:
         Raises:
           ValueError: no such step, damaged files, or leaves that are missing, extra, of another shape or format; all are listed.
         """
-        return self._reader.restore(step, abstract, cast)
+        return self._reader.restore(step, abstract, cast, partial)
 
     def restore_numpy(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """A saved state as host arrays by `/`-joined path, whatever it was saved from, and its extra.

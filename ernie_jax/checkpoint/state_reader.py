@@ -24,10 +24,10 @@ class StateReader:
     def __init__(self, manager: ocp.CheckpointManager) -> None:
         self._manager = manager
 
-    def restore(self, step: int, abstract: State, cast: bool) -> tuple[State, dict[str, Any]]:
+    def restore(self, step: int, abstract: State, cast: bool, partial: bool) -> tuple[State, dict[str, Any]]:
         """`TrainCheckpointer.restore`."""
         wanted, saved = leaves_by_path(abstract), self._saved(step)
-        problems = _mismatches(saved, wanted, cast)
+        problems = _mismatches({path: leaf for path, leaf in saved.items() if not partial or path in wanted}, wanted, cast)
         if problems:
             where = self._manager.directory / str(step)
             raise ValueError(f"checkpoint {where} does not fit the state that is asked for:\n" + "\n".join(problems))
@@ -50,10 +50,17 @@ class StateReader:
         return unnested(metadata.tree)
 
     def _read(self, step: int, wanted: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The leaves that are wanted, of those that are there."""
         targets = nested({path: _target(leaf) for path, leaf in wanted.items()})
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(targets), extra=ocp.args.JsonRestore())
-        found = self._guarded(step, lambda: self._manager.restore(step, args=args))
-        return unnested(found["state"]), dict(found["extra"])
+        args = ocp.args.PyTreeRestore(
+            item=targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
+        )
+
+        def read() -> Any:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                return reader.restore(self._manager.directory / str(step) / "state", args=args)
+
+        return unnested(self._guarded(step, read)), self.extra(step)
 
     def _guarded(self, step: int, read: Callable[[], T]) -> T:
         where = self._manager.directory / str(step)

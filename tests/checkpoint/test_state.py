@@ -79,6 +79,32 @@ def test_restored_as_numpy(saved):
     np.testing.assert_array_equal(plain["params/decoder/weight"], np.arange(64.0).reshape(8, 8) + 1)
 
 
+def test_only_the_leaves_that_are_asked_for(saved):
+    wanted = {"params": _abstract(_state()["params"])}
+    with TrainCheckpointer(saved, read_only=True) as checkpointer:
+        with pytest.raises(ValueError, match="only in the checkpoint: step"):
+            checkpointer.restore(2, wanted)
+        got, _ = checkpointer.restore(2, wanted, partial=True)
+    _assert_equal(got, {"params": _state(2)["params"]})
+
+
+def test_buffers_may_be_given_away_while_they_are_written(tmp_path):
+    update = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    mesh = make_mesh(data=2, tensor=2, expert=2)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    state = jax.device_put({"a": jnp.zeros(1 << 20), "b": jnp.zeros(1 << 20)}, sharding)
+    with TrainCheckpointer(tmp_path, keep=10) as checkpointer:
+        for step in range(1, 4):
+            state = update(state)
+            checkpointer.save(step, state, {})
+            state = update(update(state))
+            jax.block_until_ready(state)
+        checkpointer.wait()
+        for step in range(1, 4):
+            leaves, _ = checkpointer.restore_numpy(step)
+            assert all((leaf == 3 * step - 2).all() for leaf in leaves.values())
+
+
 def test_keeps_the_last_and_every_nth(tmp_path):
     with TrainCheckpointer(tmp_path, keep=2, keep_every=4) as checkpointer:
         for step in range(1, 8):
