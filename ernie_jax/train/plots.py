@@ -55,7 +55,8 @@ def _load_by_layer(records: Sequence[Record]) -> np.ndarray | None:
 
 
 def _draw_loss(axes: Any, records: Sequence[Record], unigram_entropy: float | None) -> None:
-    axes.plot([r["step"] for r in records], [r["loss"] for r in records], label="train", linewidth=1.2)
+    losses = [np.nan if r["loss"] is None else r["loss"] for r in records]
+    axes.plot([r["step"] for r in records], losses, label="train", linewidth=1.2)
     evals = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
     if evals:
         axes.plot(*zip(*evals, strict=True), label="held out", marker="o", markersize=4)

@@ -203,9 +203,7 @@ def describe(run: RunConfig, layout: Layout, peak: Peak) -> str:
     """What a run is about to do, in a few lines."""
     model, moe, schedule, mesh = run.model, run.model.moe, run.schedule, layout.mesh
     count = count_parameters(model)
-    experts = (
-        "" if moe is None else f", {moe.num_experts} experts in {model.num_moe_layers} layers, {moe.num_experts_per_tok} chosen"
-    )
+    experts = "" if moe is None else f", {model.num_moe_layers} of {moe.num_experts} experts, {moe.num_experts_per_tok} chosen"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     devices = f"{mesh.size} of {mesh.devices.flat[0].device_kind}"
     figure = "unknown" if peak.flops is None else f"{peak.flops:.3g} FLOP/s"
