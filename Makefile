@@ -21,7 +21,6 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	touch $@
 
 quickstart: $(VENV)/.installed
-	rm -rf $(WORKDIR)
 	JAX_PLATFORMS=cpu XLA_FLAGS="$(FAKE_DEVICES)" $(BIN)/python launch/train.py \
 		--config=configs/quickstart.py --workdir=$(WORKDIR)
 
