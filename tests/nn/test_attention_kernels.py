@@ -1,5 +1,6 @@
 """Attention kernels against a loop over numpy, against each other, and what their compiled programs hold."""
 
+import functools
 import re
 
 import jax
@@ -51,28 +52,31 @@ def by_hand(q, k, v, mask):
     return out
 
 
+@functools.partial(jax.jit, static_argnames=("implementation", "chunk"))
 def value_and_gradients(implementation, q, k, v, mask, weight, chunk=4):
+    """The mask is an argument, so that cases of one shape share a compiled program."""
+
     def loss(q, k, v):
         out = attend(q, k, v, mask, implementation=implementation, chunk=chunk)
         return jnp.sum(out * weight), out
 
-    gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
     return [out, *gradients]
 
 
 @pytest.mark.parametrize("implementation", ["dense", "chunked"])
 @pytest.mark.parametrize("segments", SEGMENTS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 2), (2, 2), (8, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (2, 2), (8, 2)])
 def test_value_equals_the_loop(implementation, segments, heads, kv_heads):
-    q, k, v, _ = inputs(2, 13, 13, heads, kv_heads)
+    q, k, v, weight = inputs(2, 13, 13, heads, kv_heads)
     mask = AttentionMask.causal(ids(SEGMENTS[segments]))
-    out = attend(q, k, v, mask, implementation=implementation, chunk=4)
+    out = value_and_gradients(implementation, q, k, v, mask, weight)[0]
     np.testing.assert_allclose(out, by_hand(q, k, v, mask), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (2, 2), (8, 2)])
-@pytest.mark.parametrize("chunk", [4, 13, 64])
+@pytest.mark.parametrize("chunk", [4, 64])
 def test_chunked_equals_dense_in_value_and_gradients(segments, heads, kv_heads, chunk):
     q, k, v, weight = inputs(2, 13, 13, heads, kv_heads)
     mask = AttentionMask.causal(ids(SEGMENTS[segments]))
@@ -224,8 +228,8 @@ def test_no_tile_with_work_is_left_out(rows):
     table = np.asarray(tile_table(mask, 4))
     assert (table | ~needed).all()
     visits = Visits.of(jnp.asarray(table))
-    for row, order, count in zip(table, visits.order, visits.count, strict=True):
-        np.testing.assert_array_equal(order[:count], np.flatnonzero(row))
+    for row, order, length in zip(table, visits.order, visits.length, strict=True):
+        np.testing.assert_array_equal(order[:length], np.flatnonzero(row))
 
 
 def test_chunked_does_not_touch_tiles_it_skips():

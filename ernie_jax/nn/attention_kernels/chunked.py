@@ -63,7 +63,7 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chun
             jnp.zeros(shape, jnp.float32),
             jnp.zeros(tiles.q.shape[1:], jnp.float32),
         )
-        top, total, out = jax.lax.fori_loop(0, visits.count[i], add, start)
+        top, total, out = jax.lax.fori_loop(0, visits.length[i], add, start)
         total = jnp.where(total > 0, total, 1.0)
         return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
@@ -96,7 +96,7 @@ def _backward(chunk: int, saved: _Saved, ct: jax.Array) -> tuple[jax.Array, jax.
             return d_q.at[i].add(product("bkgts,bksd->bkgtd", d_scores, tiles.k[j])), d_k, d_v
 
         zero = jnp.zeros(tiles.k.shape[1:], jnp.float32)
-        d_q, d_k, d_v = jax.lax.fori_loop(0, visits.count[j], add, (d_q, zero, zero))
+        d_q, d_k, d_v = jax.lax.fori_loop(0, visits.length[j], add, (d_q, zero, zero))
         return d_q, (d_k.astype(k.dtype), d_v.astype(v.dtype))
 
     d_q, (d_k, d_v) = jax.lax.scan(key_tile, jnp.zeros(tiles.q.shape, jnp.float32), jnp.arange(tiles.k.shape[0]))

@@ -50,10 +50,10 @@ class Tiles(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """For each tile of one side, the tiles of the other side to visit: `order[i, : count[i]]`, ascending."""
+    """For each tile of one side, the tiles of the other side to visit: `order[i, : length[i]]`, ascending."""
 
     order: jax.Array
-    count: jax.Array
+    length: jax.Array
 
     @classmethod
     def of(cls, table: jax.Array) -> Visits:
