@@ -6,11 +6,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from ernie_jax.checkpoint.hub_source import HubSource
@@ -41,7 +42,12 @@ def parse_size(size: str | int) -> int:
 
 
 def save_pretrained(
-    model: TextModel, folder: str | os.PathLike[str], *, max_shard_size: str | int = "5GB", dtype: str | None = None
+    model: TextModel,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: str | int = "5GB",
+    dtype: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write a model's weights and `config.json` in the published layout.
 
@@ -54,6 +60,7 @@ def save_pretrained(
       folder: local path; made if need be, an earlier export in it is replaced.
       max_shard_size: most bytes of tensors in a file, unless a single tensor is larger.
       dtype: format of the weights, by default as the model holds them; router gates and biases are always float32.
+      progress: called with the bytes that are written and the bytes there will be, after each tensor; in process 0 only.
 
     Raises:
       ValueError: a size or dtype that is not one, a folder that is a file.
@@ -69,7 +76,7 @@ def save_pretrained(
     names = [SINGLE_FILE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     try:
         if jax.process_index() == 0:
-            _write(target, source, dict(zip(names, shards, strict=True)), model.config)
+            _write(target, source, dict(zip(names, shards, strict=True)), model.config, progress or (lambda done, total: None))
         else:
             _attend(source, shards)
     finally:
@@ -92,12 +99,26 @@ def _total(entries: Sequence[Entry]) -> int:
     return sum(entry.nbytes for entry in entries)
 
 
-def _write(target: Path, source: HubSource, shards: dict[str, list[Entry]], config: ModelConfig) -> None:
+def _write(
+    target: Path,
+    source: HubSource,
+    shards: dict[str, list[Entry]],
+    config: ModelConfig,
+    progress: Callable[[int, int], None],
+) -> None:
     partial = target.absolute().with_name(target.absolute().name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    done, total = 0, sum(map(_total, shards.values()))
+
+    def produce(entry: Entry) -> Iterator[np.ndarray]:
+        nonlocal done
+        yield from source.produce(entry)
+        done += entry.nbytes
+        progress(done, total)
+
     for name, entries in shards.items():
-        write_safetensors(partial / name, entries, source.produce)
+        write_safetensors(partial / name, entries, produce)
     _write_json(partial / "generation_config.json", generation_config(config))
     _write_json(partial / "config.json", source.config)
     if len(shards) > 1:
@@ -114,7 +135,7 @@ def _attend(source: HubSource, shards: Sequence[Sequence[Entry]]) -> None:
 
 
 def _index(shards: dict[str, list[Entry]]) -> dict[str, Any]:
-    total = sum(_total(entries) for entries in shards.values())
+    total = sum(map(_total, shards.values()))
     return {
         "metadata": {"total_size": total},
         "weight_map": {entry.name: file for file, entries in shards.items() for entry in entries},

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ def load_pretrained(
     rules: str | AxisRules = "tp_sp",
     dtype: str = "float32",
     mtp: str = "drop",
+    progress: Callable[[int, int], None] | None = None,
     **compute: Any,
 ) -> TextModel:
     """A model with the weights of a Hugging Face folder, each device reading only what it keeps.
@@ -52,6 +53,7 @@ def load_pretrained(
       dtype: format of weights and activations; router gates and biases stay float32.
       mtp: what to do with multi-token-prediction tensors, which no block here uses: `"drop"`, or `"keep"` to have
         `save_pretrained` write them back untouched (they stay in `folder` until then).
+      progress: called with the bytes that are placed and the bytes there will be, after each array.
       compute: further fields of `ComputeConfig`.
 
     Raises:
@@ -64,7 +66,7 @@ def load_pretrained(
         extra = _set_aside_mtp(files, mtp)
         config = _config(files)
         layout = None if mesh is None else make_layout(mesh, config, rules)
-        model = _load(files, config, options, layout)
+        model = _load(files, config, options, layout, progress or (lambda done, total: None))
     if extra is not None:
         carrier: Any = model  # a static attribute that the class does not know
         carrier.extra_tensors = extra
@@ -130,7 +132,9 @@ def _same_head(files: WeightFiles) -> bool:
     return True
 
 
-def _load(files: WeightFiles, config: ModelConfig, options: ComputeConfig, layout: Layout | None) -> TextModel:
+def _load(
+    files: WeightFiles, config: ModelConfig, options: ComputeConfig, layout: Layout | None, progress: Callable[[int, int], None]
+) -> TextModel:
     graphdef, abstract = nnx.split(abstract_model(config, options, layout))
     variables = variables_by_path(abstract)
     tensors = hub_tensors(config, {path: v.shape for path, v in variables.items()})
@@ -142,19 +146,24 @@ def _load(files: WeightFiles, config: ModelConfig, options: ComputeConfig, layou
     one_device = SingleDeviceSharding(jax.local_devices()[0])
     shardings = {} if layout is None else variables_by_path(state_shardings(abstract, layout))
     files.budget = max(files.largest_file // _PIECES_A_FILE, _SMALLEST_PIECE)
+    total, done = sum(v.get_value().size * v.dtype.itemsize for v in variables.values()), 0
 
     def load(path: str, variable: nnx.Variable) -> jax.Array:
+        nonlocal done
         # Neighbours in a file are read one after the other.
         order = sorted(blocks[path], key=lambda block: files.entries[block.hub].file)
         where = one_device if layout is None else shardings[path].get_value()
         dtype = np.dtype(variable.dtype)
-        return assemble(
+        array = assemble(
             variable.shape,
             dtype,
             where,
             lambda region: read_region(files, order, variable.shape, region, dtype),
             budget=files.budget,
         )
+        done += array.nbytes
+        progress(done, total)
+        return array
 
     model: TextModel = nnx.merge(graphdef, map_variables(load, abstract))
     return model
