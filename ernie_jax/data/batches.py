@@ -22,7 +22,7 @@ class PackedBatches(grain.IterDataset[Row]):
           parent: gives `(ids,)`, ids None for a skipped record.
           make_packer: an empty packer.
           rows: B.
-          records_per_epoch: after so many records without a token the data has none, and the iterator says so.
+          records_per_epoch: of this host; tells when the data has no token at all, which is an error.
         """
         super().__init__(parent)
         self._make_packer = make_packer
@@ -66,6 +66,7 @@ class PackedBatchIterator(grain.DatasetIterator[Row]):
         try:
             (ids,) = next(self._parent)
         except StopIteration:
+            self._refuse_barren(self._records_per_epoch)
             return False
         if ids is not None and len(ids):
             self._packer.add(ids)
@@ -73,12 +74,17 @@ class PackedBatchIterator(grain.DatasetIterator[Row]):
             return True
         self._skipped += ids is None
         self._barren += 1
-        if self._barren >= self._records_per_epoch:
-            raise ValueError(
-                f"{self._barren} records one after the other, an epoch of this host, gave no token: all were empty or bad "
-                f"({self._skipped} skipped as bad); check paths, format and text_field"
-            )
+        # The only record with tokens may come first in one epoch and last in the next.
+        self._refuse_barren(2 * self._records_per_epoch)
         return True
+
+    def _refuse_barren(self, limit: int) -> None:
+        """An error instead of an endless search, or of a training run without a batch."""
+        if self._barren >= limit:
+            raise ValueError(
+                f"the last {self._barren} records gave no token, an epoch of this host has {self._records_per_epoch}: "
+                f"all are empty or bad ({self._skipped} skipped as bad); check paths, format and text_field"
+            )
 
     def get_state(self) -> dict[str, Any]:
         """Position of the documents, the packer's open row, counts of records without tokens."""

@@ -102,7 +102,8 @@ class TrainIterator(Iterator[Row]):
         try:
             batches.set_state(dict(state["position"]))
         except IndexError as error:
-            raise ValueError(f"the saved data position lies behind the end of the data; raise epochs ({error})") from error
+            self._failure = ValueError(f"the saved data position lies behind the end of the data; raise epochs ({error})")
+            raise self._failure from error
         self._failure = None
 
     @property

@@ -163,9 +163,10 @@ def test_bad_record_stops_with_file_and_line_and_stays_stopped(arguments, tmp_pa
     (tmp_path / "c.jsonl").write_text('{"text": "good"}\n{"txt": "bad"}\n')
     arguments["paths"] = [*arguments["paths"], str(tmp_path / "c.jsonl")]
     with make_pipeline(**arguments, prefetch=prefetch) as iterator:
-        for _ in range(2):
+        # A further call must not go on behind the record that failed.
+        for count in (40, 1, 1):
             with pytest.raises(ValueError, match=r"c\.jsonl, line 2: no field 'text'.*on_bad_record='skip'"):
-                take(iterator, 40)
+                take(iterator, count)
 
 
 def test_bad_records_are_skipped_and_counted_and_the_count_resumes(arguments, tmp_path):
@@ -187,16 +188,26 @@ def test_bad_records_are_skipped_and_counted_and_the_count_resumes(arguments, tm
     assert sorted(documents_of(batches)) == expected
 
 
+@pytest.mark.parametrize("epochs", [None, 1, 3])
 @pytest.mark.parametrize("line", ["bad", '{"text": ""}'])
-def test_data_without_any_token_is_an_error_and_no_endless_loop(tokenizer, tmp_path, line):
+def test_data_without_any_token_is_an_error_and_no_endless_loop(tokenizer, tmp_path, line, epochs):
     (tmp_path / "a.jsonl").write_text(f"{line}\n" * 5)
     with (
         make_pipeline(
-            paths=tmp_path / "a.jsonl", tokenizer=tokenizer, seq_len=8, batch_size=1, seed=0, on_bad_record="skip"
+            paths=tmp_path / "a.jsonl", tokenizer=tokenizer, seq_len=8, batch_size=1, seed=0, on_bad_record="skip", epochs=epochs
         ) as iterator,
-        pytest.raises(ValueError, match="5 records one after the other, an epoch of this host, gave no token"),
+        pytest.raises(ValueError, match="records gave no token, an epoch of this host has 5"),
     ):
         next(iterator)
+
+
+def test_one_good_record_among_bad_ones_is_enough(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('bad\nbad\n{"text": "good"}\nbad\n')
+    with make_pipeline(
+        paths=tmp_path / "a.jsonl", tokenizer=tokenizer, seq_len=8, batch_size=1, seed=0, on_bad_record="skip", epochs=40
+    ) as iterator:
+        # In 40 orders the good one is often first and then last, with six bad ones between.
+        assert documents_of(list(iterator)) == [tokenizer.encode("good")] * 40
 
 
 def refusal(state, arguments):
