@@ -8,15 +8,23 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
+FEWEST_ROUNDS = 3
 
-def interleave(functions: Mapping[str, Callable[[], object]], repeats: int) -> Iterator[dict[str, float]]:
+
+def interleave(
+    functions: Mapping[str, Callable[[], object]], repeats: int, max_seconds: float = float("inf")
+) -> Iterator[dict[str, float]]:
     """Yields, `repeats` times, the seconds of one call of each function; every second round in reverse order.
 
     Calls each function once before, untimed: compilation and first-touch of memory are not part of the measurement.
+    On a slow or busy machine no round begins after `max_seconds` (warm-up included) once three are done.
     """
+    begin = time.perf_counter()
     for function in functions.values():
         jax.block_until_ready(function())
     for i in range(repeats):
+        if i >= FEWEST_ROUNDS and time.perf_counter() - begin > max_seconds:
+            return
         seconds = {}
         for name in list(functions)[:: -1 if i % 2 else 1]:
             start = time.perf_counter()

@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--skew", choices=SKEWS, default="uniform", help="how rows are drawn over the experts")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds; the figures are medians over them")
+    parser.add_argument("--repeats", type=int, default=9, help="most rounds; the figures are medians over them")
+    parser.add_argument(
+        "--max-seconds", type=float, default=35.0, help="start no further round after this long, once three are done"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--all-backends", action="store_true", help="also the others, one round each (minutes on CPU)")
 
@@ -60,10 +63,10 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     console.print(
         f"{num_rows} rows over {args.experts} experts ({args.skew}: {sizes.min()} to {sizes.max()} an expert), {args.dtype}: "
         f"[{args.hidden}, {2 * args.width}] and [{args.width}, {args.hidden}] forward and backward, {flops / 1e9:.1f} GFLOP, "
-        f"{args.repeats} rounds"
+        f"at most {args.repeats} rounds"
     )
     calls = _calls(args, num_rows, jnp.asarray(sizes, jnp.int32))
-    rounds = {default: _measure(console, {DENSE: calls[DENSE], default: calls[default]}, args.repeats)}
+    rounds = {default: _measure(console, {DENSE: calls[DENSE], default: calls[default]}, args.repeats, args.max_seconds)}
     if args.all_backends:
         for name in BACKENDS.keys() - {default}:
             rounds[name] = _measure(console, {DENSE: calls[DENSE], name: calls[name]}, 1)
@@ -71,13 +74,16 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     seconds = {name: statistics.median(r[name] for r in measured) for name, measured in rounds.items()}
     seconds = {DENSE: statistics.median(r[DENSE] for r in rounds[default]), **seconds}
     console.print(_table(seconds, ratios, flops, default))
-    console.print(f"{default}: {ratios[default]:.2f} times the dense matmul of equal FLOPs")
+    console.print(
+        f"{default}: {ratios[default]:.2f} times the dense matmul of equal FLOPs, median of {len(rounds[default])} rounds"
+    )
     options = {k: v for k, v in vars(args).items() if k not in ("name", "json", "all_backends")}
     return {
         "bench": "moe",
         "ratio_to_dense": ratios[default],
         "backend": default,
         "ratios": ratios,
+        "rounds": len(rounds[default]),
         "seconds": {name: round(s, 5) for name, s in seconds.items()},
         "ratio_quartiles": _quartiles([r[default] / r[DENSE] for r in rounds[default]]),
         "flops": flops,
@@ -125,12 +131,13 @@ def _calls(args: argparse.Namespace, num_rows: int, sizes: jax.Array) -> dict[st
     return calls
 
 
-def _measure(console: Console, calls: dict[str, Callable[[], object]], repeats: int) -> list[dict[str, float]]:
-    label = " / ".join(calls)
-    disable = not console.is_terminal
-    return list(
-        track(interleave(calls, repeats), total=repeats, description=label, console=console, transient=True, disable=disable)
-    )
+def _measure(
+    console: Console, calls: dict[str, Callable[[], object]], repeats: int, max_seconds: float = float("inf")
+) -> list[dict[str, float]]:
+    rounds = interleave(calls, repeats, max_seconds)
+    if not console.is_terminal:
+        return list(rounds)
+    return list(track(rounds, total=repeats, description=" / ".join(calls), console=console, transient=True))
 
 
 def _quartiles(values: list[float]) -> list[float]:

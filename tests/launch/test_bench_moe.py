@@ -23,6 +23,7 @@ def test_the_last_line_is_the_result_and_its_figures_agree():
     assert result["flops"] == 3 * 2 * 80 * (16 * 16 + 8 * 16)
     assert set(result["ratios"]) == {"blocks", "ragged_dot", "dense"}
     assert result["ratio_to_dense"] == result["ratios"][result["backend"]] > 0
+    assert result["rounds"] == 3
     assert result["options"]["skew"] == "zipf"
     assert result["options"]["tokens"] == 40
     assert {"hardware", "versions", "commit", "command"} <= set(result)
@@ -40,3 +41,9 @@ def test_impossible_sizes_are_refused_by_name(arguments, message):
     done = bench(*SMALL, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_a_spent_time_limit_ends_the_rounds_once_three_are_done():
+    done = bench(*SMALL, "--repeats", "50", "--max-seconds", "0", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["rounds"] == 3
