@@ -98,6 +98,9 @@ class TrainIterator(Iterator[Row]):
         batches = self._batches()
         if state.get("version") != STATE_VERSION:
             raise ValueError(f"the data state has version {state.get('version')!r}; this code reads version {STATE_VERSION}")
+        missing = [key for key in ("fingerprint", "position") if key not in state]
+        if missing:
+            raise ValueError(f"the data state lacks {', '.join(missing)}; expected what get_state() gave")
         refuse_changes(state["fingerprint"], self._fingerprint)
         try:
             batches.set_state(dict(state["position"]))
@@ -190,12 +193,11 @@ def make_pipeline(
         rows=host.stop - host.start,
         records_per_epoch=order.records_per_epoch,
     )
+    # `format` follows from the files. `on_bad_record` may change: a run that a bad record stopped goes on by skipping it.
     fingerprint = data_fingerprint(
         records.files,
         tokenizer=tokenizer.fingerprint(),
-        format=format,
         text_field=text_field,
-        on_bad_record=on_bad_record,
         seed=seed,
         shuffle=shuffle,
         seq_len=seq_len,

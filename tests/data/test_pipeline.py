@@ -231,7 +231,6 @@ def test_state_of_other_data_is_refused_with_a_list_of_what_changed(arguments, w
         ({"batch_size": 8}, "batch_size: saved 4, now 8"),
         ({"packing": "none"}, "packing: saved 'greedy', now 'none'"),
         ({"shuffle": False}, "shuffle: saved True, now False"),
-        ({"on_bad_record": "skip"}, "on_bad_record: saved 'error', now 'skip'"),
     ):
         assert words in refusal(state, arguments | change)
     third = write_jsonl("c.jsonl", ["new"])
@@ -296,3 +295,32 @@ def test_a_dropped_iterator_ends_its_threads(arguments):
     del iterator
     gc.collect()
     assert len(reading()) == before
+
+
+def test_a_run_that_a_bad_record_stopped_goes_on_by_skipping_it(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": "word " * 9}) + "\n" for _ in range(3)) + "{broken\n" + json.dumps({"text": "end"}) + "\n"
+    )
+    arguments = {"paths": path, "tokenizer": tokenizer, "seq_len": 8, "batch_size": 1, "seed": 0, "shuffle": False, "epochs": 1}
+    with make_pipeline(**arguments, prefetch=0) as strict:
+        state = strict.get_state()
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 4"):
+            while True:
+                next(strict)
+                state = strict.get_state()
+    with make_pipeline(**arguments, on_bad_record="skip", format="jsonl") as lenient:
+        lenient.set_state(state)
+        rest = [batch["input_ids"] for batch in lenient]
+        assert lenient.skipped_records == 1
+    assert rest
+
+
+def test_a_malformed_state_is_refused(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "word"}) + "\n")
+    with make_pipeline(paths=path, tokenizer=tokenizer, seq_len=8, batch_size=1, seed=0) as pipeline:
+        state = pipeline.get_state()
+        del state["position"]
+        with pytest.raises(ValueError, match="lacks position; expected what get_state"):
+            pipeline.set_state(state)
