@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -46,5 +47,6 @@ class VisionLanguageModel(TextModel):
         if patches != pixel_values.shape[0]:
             raise ValueError(f"image_grid_thw covers {patches} patches, pixel_values has {pixel_values.shape[0]}")
         merge = self.vision_tower.config.spatial_merge_size
-        features = self.vision_tower(pixel_values, *patch_coordinates(grid, merge))
-        return features, self.resampler(features, frame_pairs(grid, merge))
+        coordinates, frame_ids = (jnp.asarray(a) for a in patch_coordinates(grid, merge))
+        features = self.vision_tower(pixel_values, coordinates, frame_ids)
+        return features, self.resampler(features, jnp.asarray(frame_pairs(grid, merge)))

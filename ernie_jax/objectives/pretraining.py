@@ -97,5 +97,5 @@ def pretraining_loss(
                 orthogonal += jnp.sum(orthogonal_loss(gate, weights.orthogonal_groups)) * totals.share
     total = loss + weights.aux * aux + weights.z * z + weights.orthogonal * orthogonal
     layers = max(1, len(routers))
-    stats = jax.lax.stop_gradient(tuple(router.stats for router in routers))
-    return total, LossParts(loss, aux / layers, z / layers, orthogonal / layers, stats)
+    frozen = jax.lax.stop_gradient(tuple(router.stats for router in routers))
+    return total, LossParts(loss, aux / layers, z / layers, orthogonal / layers, frozen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -162,25 +162,24 @@ def _rows_of(sampling: SamplingConfig | Sequence[SamplingConfig], count: int) ->
     return list(sampling)
 
 
-def _stops_of(stops: Any, count: int, default: int) -> np.ndarray:
+def _stops_of(stops: Sequence[Any] | None, count: int, default: int) -> np.ndarray:
     """[B, n] stop ids, -1 where a row has fewer."""
-    per_row = [[default]] * count if stops is None else [list(s) if np.iterable(s) else None for s in stops]
-    if any(row is None for row in per_row) or (stops is not None and not per_row):
-        per_row = [list(stops)] * count
+    if stops is None:
+        stops = [default]
+    per_row = [list(row) for row in stops] if stops and np.iterable(stops[0]) else [list(stops)] * count
     if len(per_row) != count:
         raise ValueError(f"stop_token_ids has {len(per_row)} rows for {count} prompts; give one list for all, or one a prompt")
     width = max(1, *(len(row) for row in per_row))
     return np.array([[*row, *[-1] * (width - len(row))] for row in per_row], np.int32)
 
 
-@overload
-def generate(model: TextModel, tokenizer: TextCodec, prompt: str, **options: Any) -> str: ...
-@overload
-def generate(model: TextModel, tokenizer: TextCodec, prompt: Sequence[str], **options: Any) -> list[str]: ...
+Prompt = TypeVar("Prompt", str, list[str])
+
+
 def generate(
     model: TextModel,
     tokenizer: TextCodec,
-    prompt: str | Sequence[str],
+    prompt: Prompt,
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -189,7 +188,7 @@ def generate(
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
     cache_length: int | None = None,
-) -> str | list[str]:
+) -> Prompt:
     """The text that follows a prompt, or each of several; greedy unless a temperature is given.
 
     Args:
@@ -205,7 +204,7 @@ def generate(
     Raises:
       ValueError: as `generate_tokens`.
     """
-    texts = [prompt] if isinstance(prompt, str) else list(prompt)
+    texts = [prompt] if isinstance(prompt, str) else prompt
     completions = generate_tokens(
         model,
         [tokenizer.encode(text) for text in texts],

@@ -93,7 +93,7 @@ def loss_and_gradients(
     compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, rest, batch).compile()
     (value, parts), gradients = compiled(params, rest, batch)
     arrays = {path: np.asarray(variable[...]) for path, variable in variables_by_path(gradients).items()}
-    return Evaluation(float(value), arrays, jax.device_get(parts), compiled.as_text())
+    return Evaluation(float(value), arrays, jax.device_get(parts), compiled.as_text() or "")
 
 
 def worst_difference(one: Evaluation, other: Evaluation) -> tuple[float, str]:

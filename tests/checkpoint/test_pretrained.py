@@ -28,6 +28,12 @@ def test_golden_logits(golden, name, sizes):
     np.testing.assert_allclose(logits, io["logits"], atol=1e-4, rtol=1e-4)
     if sizes:
         return
+    out = model(io["input_ids"], output_hidden_states=True)
+    for i, hidden in enumerate(out.hidden_states):
+        np.testing.assert_allclose(hidden, io[f"hidden_{i}"], atol=1e-4, rtol=1e-4)
+    for i, router in enumerate(out.router):
+        np.testing.assert_allclose(router.logits.reshape(-1, 8), io[f"router_{i}"], atol=1e-4, rtol=1e-4)
+    assert len(out.router) == sum(key.startswith("router_") for key in io)
     masked = model(io["input_ids"], attention_mask=io["attention_mask"], position_ids=io["position_ids"]).logits
     valid = io["attention_mask"].astype(bool)
     np.testing.assert_allclose(np.asarray(masked)[valid], io["logits_masked"][valid], atol=1e-4, rtol=1e-4)

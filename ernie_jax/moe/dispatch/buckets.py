@@ -8,6 +8,7 @@ the number of tokens however skewed the routing is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,20 +100,20 @@ def _fill_fwd(x: jax.Array, token: jax.Array, slot: jax.Array, needed: jax.Array
     return fill_slots(x, token, slot, needed), (token, slot, needed)
 
 
-def _fill_bwd(residuals: _Indices, ct: jax.Array) -> tuple[jax.Array, ...]:
+def _fill_bwd(residuals: _Indices, ct: jax.Array) -> tuple[Any, ...]:
     token, slot, needed = residuals
-    return (_gather_sum(ct, slot, needed), *_index_cotangents(token, slot, needed))  # type: ignore[return-value]
+    return (_gather_sum(ct, slot, needed), *_index_cotangents(token, slot, needed))
 
 
 def _collect_fwd(buffer: jax.Array, token: jax.Array, slot: jax.Array, needed: jax.Array) -> tuple[jax.Array, _Indices]:
     return collect_slots(buffer, token, slot, needed), (token, slot, needed)
 
 
-def _collect_bwd(residuals: _Indices, ct: jax.Array) -> tuple[jax.Array, ...]:
+def _collect_bwd(residuals: _Indices, ct: jax.Array) -> tuple[Any, ...]:
     token, slot, needed = residuals
     rows = jnp.take(ct, token, axis=0, mode="clip")
     filled = jnp.where(_like(token < ct.shape[0], rows), rows, 0)
-    return (filled, *_index_cotangents(token, slot, needed))  # type: ignore[return-value]
+    return (filled, *_index_cotangents(token, slot, needed))
 
 
 fill_slots.defvjp(_fill_fwd, _fill_bwd)

@@ -44,7 +44,10 @@ class ExchangePlan:
 class Dispatcher(Protocol):
     """Moves tokens to their experts and results back."""
 
-    plan: ExchangePlan
+    @property
+    def plan(self) -> ExchangePlan:
+        """Static facts of the exchange."""
+        ...
 
     def dispatch(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, Any]:
         """x [n, D], routing [n, K] with global expert indices -> (rows [R, D], group_sizes [E_local] int32, residuals)."""
