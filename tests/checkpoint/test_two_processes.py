@@ -5,8 +5,6 @@ import socket
 import subprocess
 import sys
 
-import numpy as np
-import pytest
 from safetensors.numpy import load_file
 
 _WORKER = """

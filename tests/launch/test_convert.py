@@ -79,14 +79,14 @@ def test_dtype_and_files_that_go_along(golden, tmp_path, convert, capsys):
 @pytest.mark.parametrize("ema_decay", [None, 0.9])
 def test_from_a_run(golden, tmp_path, convert, ema_decay):
     run = RunConfig(
-        model=config_from_hf(golden / "moe"),
+        model=config_from_hf(golden / "dense"),
         steps=10,
         batch_size=8,
         seq_len=8,
         data=DataConfig(kind="standard_library"),
         optimizer=OptimizerConfig(ema_decay=ema_decay),
     )
-    state = init_state(run, run_layout(run, make_mesh(data=2, tensor=2, expert=2)))
+    state = init_state(run, run_layout(run, make_mesh(data=4, tensor=2)))
     if ema_decay is not None:
         state = dataclasses.replace(state, ema=jax.tree.map(lambda x: x + 1, state.ema))
     with TrainCheckpointer(tmp_path / "run" / "checkpoints") as checkpoints:
