@@ -37,6 +37,6 @@ def initialize_hosts() -> None:
         raise ValueError(f"{_COUNT}={values[_COUNT]!r} and {_INDEX}={values[_INDEX]!r} must be whole numbers") from None
     if not 0 <= index < num:
         raise ValueError(f"{_INDEX}={index} must be between 0 and {_COUNT} - 1 = {num - 1}")
-    if jax.config.jax_platforms == "cpu":
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(str(values[_ADDRESS]), num_processes=num, process_id=index)
