@@ -52,11 +52,11 @@ def test_recomputation_changes_no_count_no_loss_and_no_bias(tiny_run, layout_of,
     # Case 5.
     results = {}
     for remat in ("none", "full", ("attn_out", "expert_in")):
-        run = tiny_run(model=tiny_moe(num_experts_per_tok=2, num_hidden_layers=2), remat=remat, batch_size=4)
+        run = tiny_run(model=LAYER, remat=remat, batch_size=4)
         layout = layout_of(run)
         state, metrics = make_train_step(run, layout)(fresh_state(run, layout), batch_of(run))
         results[str(remat)] = jax.device_get((state.biases, metrics))
-        np.testing.assert_array_equal(metrics["router"]["load"].sum(-1), 2 * metrics["tokens"])
+        np.testing.assert_array_equal(metrics["router"]["load"].sum(-1), [metrics["tokens"]])
     none, *others = results.values()
     for other in others:
         assert_close(other, none)
