@@ -28,6 +28,9 @@ _JSON = flags.DEFINE_bool("json", False, "End with the result as one JSON object
 
 def main(argv: list[str]) -> int:
     """Run, and say in one line what came of it; 2 for a mistake in the configuration, 1 for a run that failed."""
+    # Libraries speak up from warnings on; this package also when it makes a choice. (absl resets levels as it starts.)
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    logging.getLogger("ernie_jax").setLevel(logging.INFO)
     if len(argv) > 1:
         return _failed(f"unexpected arguments {argv[1:]}; options are --config, --config.KEY=VALUE, --workdir, --json", 2)
     initialize_hosts()
@@ -67,8 +70,5 @@ def _summary(result: RunResult) -> str:
 
 
 if __name__ == "__main__":
-    # Libraries speak up from warnings on; this package also when it makes a choice.
-    flags.FLAGS.set_default("verbosity", absl_logging.WARNING)
-    logging.getLogger("ernie_jax").setLevel(logging.INFO)
     flags.mark_flags_as_required(["config", "workdir"])
     app.run(main)

@@ -92,4 +92,4 @@ class Progress:
             if record.get("eval_loss") is not None:
                 self._console.print(line, markup=False)
         if "sample" in record:
-            self._console.print(f"sample: {record['sample']}", markup=False)
+            self._console.print(f"sample: {record['sample']!r}", markup=False)
