@@ -12,15 +12,15 @@ FEWEST_ROUNDS = 3
 
 
 def interleave(
-    functions: Mapping[str, Callable[[], object]], repeats: int, max_seconds: float = float("inf")
+    functions: Mapping[str, Callable[[], object]], repeats: int, max_seconds: float = float("inf"), *, warm_up: bool = True
 ) -> Iterator[dict[str, float]]:
     """Yields, `repeats` times, the seconds of one call of each function; every second round in reverse order.
 
-    Calls each function once before, untimed: compilation and first-touch of memory are not part of the measurement.
+    With `warm_up` calls each function once before, untimed: compilation and first-touch of memory are not part of it.
     On a slow or busy machine no round begins after `max_seconds` (warm-up included) once three are done.
     """
     begin = time.perf_counter()
-    for function in functions.values():
+    for function in functions.values() if warm_up else ():
         jax.block_until_ready(function())
     for i in range(repeats):
         if i >= FEWEST_ROUNDS and time.perf_counter() - begin > max_seconds:
