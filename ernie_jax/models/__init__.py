@@ -1,6 +1,6 @@
 """Models: decoder stack, text model, and how they are made."""
 
-from ernie_jax.models.build import abstract_model, build_model, init_model
+from ernie_jax.models.build import abstract_model, build_model, init_model, run_once_options
 from ernie_jax.models.inputs import TextInputs, text_inputs
 from ernie_jax.models.output import ModelOutput
 from ernie_jax.models.text import TextModel
@@ -14,5 +14,6 @@ __all__ = [
     "abstract_model",
     "build_model",
     "init_model",
+    "run_once_options",
     "text_inputs",
 ]

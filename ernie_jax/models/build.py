@@ -20,6 +20,13 @@ def build_model(config: ModelConfig, compute: ComputeConfig, layout: Layout | No
     return model_class(config, compute, layout=layout, rngs=rngs)
 
 
+def run_once_options() -> dict[str, str | bool] | None:
+    """Compiler options of a program that runs once: on CPU, compiling an initialisation well takes longer than running it."""
+    if jax.default_backend() != "cpu":
+        return None
+    return {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+
+
 def abstract_model(config: ModelConfig, compute: ComputeConfig = ComputeConfig(), layout: Layout | None = None) -> TextModel:
     """The model with ShapeDtypeStruct in place of arrays: any size, no memory."""
     model: TextModel = nnx.eval_shape(lambda: build_model(config, compute, layout, nnx.Rngs(0)))
@@ -39,5 +46,6 @@ def init_model(
         return nnx.state(build_model(config, compute, layout, nnx.Rngs(seed)))
 
     shardings = None if layout is None else state_shardings(abstract, layout)
-    model: TextModel = nnx.merge(graphdef, jax.jit(state, out_shardings=shardings)())
+    created = jax.jit(state, out_shardings=shardings, compiler_options=run_once_options())()
+    model: TextModel = nnx.merge(graphdef, created)
     return model

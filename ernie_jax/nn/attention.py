@@ -14,7 +14,7 @@ from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.kv_cache import LayerCache
 from ernie_jax.nn.parameter import Initializer, normal, parameter
 from ernie_jax.nn.rope import rotate_interleaved
-from ernie_jax.sharding import constrain
+from ernie_jax.sharding import constrain, constrain_cotangent
 
 
 class Attention(nnx.Module):
@@ -79,6 +79,7 @@ class Attention(nnx.Module):
         out = attend(q, k, v, mask, implementation=implementation, chunk=self.compute.attention_chunk)
         out = checkpoint_name(constrain(out, "batch", "full_sequence", "activation_heads", None), "attn_out")
         y = jnp.einsum("bthd,hde->bte", out, self.dtypes.cast(self.o_proj[...]))
+        y = constrain_cotangent(y, "batch", "full_sequence", "activation_embed")
         return constrain(y, "batch", "sequence", "activation_embed"), cache
 
     def _heads(self, x: jax.Array, kernel: nnx.Param, axis: str) -> jax.Array:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ernie_jax.nn.activation import ACTIVATION_FUNCTIONS
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.parameter import normal, parameter
-from ernie_jax.sharding import constrain
+from ernie_jax.sharding import constrain, constrain_cotangent
 
 
 class GatedMLP(nnx.Module):
@@ -45,4 +45,5 @@ class GatedMLP(nnx.Module):
         gate_up = checkpoint_name(constrain(gate_up, "batch", "full_sequence", None, "activation_mlp"), "mlp_gate_up")
         hidden = ACTIVATION_FUNCTIONS[self.hidden_act](gate_up[:, :, 0]) * gate_up[:, :, 1]
         out = jnp.einsum("btf,fd->btd", hidden, self.dtypes.cast(self.down[...]))
+        out = constrain_cotangent(out, "batch", "full_sequence", "activation_embed")
         return constrain(out, "batch", "sequence", "activation_embed")

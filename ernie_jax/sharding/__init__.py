@@ -1,7 +1,7 @@
 """The mesh, the logical-axis rules, the constraint helper and multi-host start-up."""
 
 from ernie_jax.sharding.hosts import initialize_hosts
-from ernie_jax.sharding.layout import Layout, constrain, current_layout, make_layout, use_layout
+from ernie_jax.sharding.layout import Layout, constrain, constrain_cotangent, current_layout, make_layout, use_layout
 from ernie_jax.sharding.mesh import MESH_AXES, make_mesh, mesh_sizes, one_device_mesh
 from ernie_jax.sharding.parameters import logical_axes, map_variables, path_name, state_shardings, variables_by_path
 from ernie_jax.sharding.rules import BATCH_AXES, RULES, AxisRules, rules_named
@@ -13,6 +13,7 @@ __all__ = [
     "AxisRules",
     "Layout",
     "constrain",
+    "constrain_cotangent",
     "current_layout",
     "initialize_hosts",
     "logical_axes",

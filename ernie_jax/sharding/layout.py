@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -118,3 +119,32 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
     if len(logical) != x.ndim:
         raise ValueError(f"array of shape {x.shape} constrained with {len(logical)} logical axes {logical}; name each dimension")
     return jax.lax.with_sharding_constraint(x, layout.sharding(logical, f"activation of shape {x.shape}"))
+
+
+def constrain_cotangent(x: jax.Array, *logical: str | None) -> jax.Array:
+    """`x` unchanged, with its cotangent constrained in the backward pass.
+
+    For the output of a product whose result is laid out differently from its inputs: left alone, the partitioner may compute
+    the backward product in the wrong layout and move the larger result.
+    """
+    layout = _current.get()
+    if layout is None or layout.mesh.size == 1:
+        return x
+    # The sharding is taken now: the backward pass is traced after the layout has been left.
+    return _with_cotangent_sharding(layout.sharding(logical, f"cotangent of shape {x.shape}"), x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_cotangent_sharding(sharding: NamedSharding, x: jax.Array) -> jax.Array:
+    return x
+
+
+def _forward(sharding: NamedSharding, x: jax.Array) -> tuple[jax.Array, None]:
+    return x, None
+
+
+def _backward(sharding: NamedSharding, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(cotangent, sharding),)
+
+
+_with_cotangent_sharding.defvjp(_forward, _backward)

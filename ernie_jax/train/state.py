@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from ernie_jax.config.run import RunConfig
-from ernie_jax.models import TextModel, abstract_model, build_model
+from ernie_jax.models import TextModel, abstract_model, build_model, run_once_options
 from ernie_jax.moe import RouterBias
 from ernie_jax.sharding import Layout, logical_axes, make_layout, make_mesh, map_variables, variables_by_path
 from ernie_jax.sharding import state_shardings as variable_shardings
@@ -111,7 +111,7 @@ def init_state(run: RunConfig, layout: Layout) -> TrainState:
         model = build_model(run.model, run.compute, layout, nnx.Rngs(run.seed))
         return new_state(run, *_split(model))
 
-    state: TrainState = jax.jit(create, out_shardings=state_shardings(run, layout))()
+    state: TrainState = jax.jit(create, out_shardings=state_shardings(run, layout), compiler_options=run_once_options())()
     return state
 
 
