@@ -12,19 +12,19 @@ from ernie_jax.config import default_config
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.model.preset = "quickstart"
-    config.steps = 150
+    config.steps = 180
     config.log_every = 10
     config.batch_size = 8
     config.seq_len = 128
     config.mesh.update({"data": 2, "tensor": 2, "expert": 2})
-    config.schedule.update({"kind": "wsd", "peak": 2e-3, "minimum": 1e-4})
+    config.schedule.update({"kind": "wsd", "peak": 1.2e-3, "minimum": 1e-4})
     # References, so that `--config.steps=100` scales the schedule with it.
     config.schedule.warmup = config.get_ref("steps") // 6
     config.schedule.steady_end = config.get_ref("steps") * 3 // 4
     # So short a run has to balance its experts faster than a published one.
     config.moe.update({"aux_loss_coef": 1e-2, "bias_update_rate": 3e-3})
     config.data.kind = "standard_library"
-    config.checkpoint.update({"every": 50, "keep": 2})
-    config.eval.update({"every": 50, "batches": 8})
+    config.checkpoint.update({"every": 60, "keep": 2})
+    config.eval.update({"every": 60, "batches": 8})
     config.sample.update({"prompt": "def __init__(self, ", "max_new_tokens": 48})
     return config

@@ -76,7 +76,7 @@ PRESETS: dict[str, ModelConfig] = {
     "ernie-4.5-vl-28b-a3b": _with_vision(_A3B, 512),
     "ernie-4.5-vl-424b-a47b": _with_vision(_A47B, 1536),
     "quickstart": ModelConfig(
-        vocab_size=4096,
+        vocab_size=2048,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=4,
@@ -85,10 +85,10 @@ PRESETS: dict[str, ModelConfig] = {
         head_dim=32,
         tie_word_embeddings=True,
         max_position_embeddings=2048,
-        initializer_range=0.03,
+        initializer_range=0.02,
         moe=MoEConfig(
             num_experts=16,
-            num_experts_per_tok=4,
+            num_experts_per_tok=2,
             intermediate_size=128,
             num_shared_experts=1,
             layer_start=1,

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from typing import Any
 # Not the library itself: installed packages, test suites (much of their text is data), compiled files.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _MANIFEST = "corpus.json"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 3
+# Whole files are up to a quarter of a million characters: a small batch would be one file for many steps on end.
+_EXCERPT_CHARACTERS = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ def _source_files(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _choose(root: Path, request: _Request) -> dict[str, list[tuple[str, str]]]:
-    """Documents (name, text) of each split, in an order given by the hash of the name."""
+    """Files (name, text) of each split, in an order given by the hash of the name."""
     budget = {"heldout": int(request.max_bytes * request.holdout_fraction)}
     budget["train"] = request.max_bytes - budget["heldout"]
     chosen: dict[str, list[tuple[str, str]]] = {"train": [], "heldout": []}
@@ -84,6 +87,18 @@ def _choose(root: Path, request: _Request) -> dict[str, list[tuple[str, str]]]:
         budget[split] -= len(raw)
         chosen[split].append((name, text))
     return chosen
+
+
+def _excerpts(text: str) -> Iterator[str]:
+    """Consecutive parts of a file that end at blank lines, each about `_EXCERPT_CHARACTERS` long; together they are the text."""
+    excerpt = ""
+    for paragraph in re.findall(r"(?s).*?\n\s*\n|.+$", text):
+        if excerpt and len(excerpt) + len(paragraph) > _EXCERPT_CHARACTERS:
+            yield excerpt
+            excerpt = ""
+        excerpt += paragraph
+    if excerpt:
+        yield excerpt
 
 
 def _write_atomically(path: Path, text: str) -> None:
@@ -119,8 +134,9 @@ def standard_library_corpus(
 ) -> Corpus:
     """Writes `train.jsonl` and `heldout.jsonl` from the standard library's `.py` files, or reuses what is there.
 
-    One file is one document. Which split a file belongs to depends on its name and the seed alone. Test folders, installed
-    packages, empty files and files that are not UTF-8 are left out. Equal arguments on an equal Python give equal bytes.
+    A document is an excerpt of a file, cut at blank lines. Which split a file belongs to depends on its name and the seed
+    alone. Test folders, installed packages, empty files and files that are not UTF-8 are left out.
+    Equal arguments on an equal Python give equal bytes.
 
     Args:
       folder: where the two files go; made if missing. A corpus made with other arguments is replaced.
@@ -150,7 +166,8 @@ def standard_library_corpus(
     folder.mkdir(parents=True, exist_ok=True)
     sizes: dict[str, int] = {}
     file_bytes: dict[str, int] = {}
-    for split, documents in chosen.items():
+    for split, files in chosen.items():
+        documents = [(name, part) for name, text in files for part in _excerpts(text)]
         lines = "".join(json.dumps({"name": name, "text": text}, ensure_ascii=False) + "\n" for name, text in documents)
         _write_atomically(folder / f"{split}.jsonl", lines)
         file_bytes[f"{split}.jsonl"] = len(lines.encode("utf-8"))

@@ -55,8 +55,8 @@ def test_active_leaves_out_exactly_the_experts_not_chosen():
     config = preset("quickstart")
     count = count_parameters(config)
     assert 5e6 < count.total < 15e6
-    # 3 MoE layers, 12 of 16 experts idle, 3 matrices of 256 x 128.
-    assert count.total - count.active == 3 * 12 * 3 * 256 * 128
-    assert count.embedding == 4096 * 256
+    # 3 MoE layers, 14 of 16 experts idle, 3 matrices of 256 x 128.
+    assert count.total - count.active == 3 * 14 * 3 * 256 * 128
+    assert count.embedding == 2048 * 256
     untied = count_parameters(dataclasses.replace(config, tie_word_embeddings=False))
     assert untied.embedding == 2 * count.embedding and untied.total - count.total == count.embedding

@@ -63,8 +63,8 @@ def test_model_fields_override_the_preset():
     assert (model.num_hidden_layers, model.moe.num_experts, model.rope_theta) == (7, 8, 10000.0)
     assert (model.hidden_size, model.moe.intermediate_size) == (base.hidden_size, base.moe.intermediate_size)
     # A field of the preset that no longer fits is said with its path's own words.
-    with pytest.raises(ValueError, match="num_experts_per_tok=4 is more than num_experts=2"):
-        run_config_from(small(model__moe__num_experts=2))
+    with pytest.raises(ValueError, match="num_experts_per_tok=2 is more than num_experts=1"):
+        run_config_from(small(model__moe__num_experts=1))
 
 
 def test_model_from_a_folder(golden):

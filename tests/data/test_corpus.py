@@ -16,10 +16,16 @@ def corpus(tmp_path_factory):
     return standard_library_corpus(tmp_path_factory.mktemp("corpus"), max_bytes=400_000, holdout_fraction=0.2)
 
 
-def test_documents_are_whole_files_of_the_library(corpus):
+def test_documents_are_excerpts_that_make_up_files_of_the_library(corpus):
     root = Path(sysconfig.get_path("stdlib"))
-    for document in read(corpus.train_path)[:20] + read(corpus.heldout_path):
-        assert document["text"].encode() == (root / document["name"]).read_bytes()
+    files = {}
+    for document in read(corpus.train_path) + read(corpus.heldout_path):
+        files.setdefault(document["name"], []).append(document["text"])
+    for name, excerpts in files.items():
+        assert "".join(excerpts).encode() == (root / name).read_bytes()
+        assert all(excerpt.endswith("\n") for excerpt in excerpts[:-1])
+    lengths = sorted(len(excerpt) for excerpts in files.values() for excerpt in excerpts)
+    assert lengths[len(lengths) // 2] <= 600
 
 
 def test_sizes_are_those_of_the_text(corpus):
