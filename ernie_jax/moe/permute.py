@@ -43,7 +43,7 @@ def _expand_fwd(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax
 def _expand_bwd(residuals: tuple[jax.Array, int], ct: jax.Array) -> tuple[jax.Array, np.ndarray, np.ndarray]:
     inverse, n = residuals
     ct_x = jnp.take(ct, inverse.reshape(n, -1), axis=0, mode="clip").sum(1)
-    return ct_x, _no_gradient(inverse), _no_gradient(inverse)
+    return ct_x, no_gradient(inverse), no_gradient(inverse)
 
 
 @jax.custom_vjp
@@ -57,10 +57,11 @@ def _permute_fwd(rows: jax.Array, index: jax.Array, inverse: jax.Array) -> tuple
 
 
 def _permute_bwd(inverse: jax.Array, ct: jax.Array) -> tuple[jax.Array, np.ndarray, np.ndarray]:
-    return jnp.take(ct, inverse, axis=0, unique_indices=True, mode="clip"), _no_gradient(inverse), _no_gradient(inverse)
+    return jnp.take(ct, inverse, axis=0, unique_indices=True, mode="clip"), no_gradient(inverse), no_gradient(inverse)
 
 
-def _no_gradient(index: jax.Array) -> np.ndarray:
+def no_gradient(index: jax.Array) -> np.ndarray:
+    """The cotangent of an integer array, as a custom backward pass must return it."""
     return np.zeros(index.shape, jax.dtypes.float0)
 
 

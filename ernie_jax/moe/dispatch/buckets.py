@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ernie_jax.moe.dispatch.protocol import ExchangePlan
 from ernie_jax.moe.dispatch.replicated import own_experts
+from ernie_jax.moe.permute import no_gradient
 from ernie_jax.moe.routing import Routing
 
 
@@ -89,10 +89,6 @@ def _gather_sum(buffer: jax.Array, slot: jax.Array, needed: jax.Array) -> jax.Ar
     return jnp.sum(jnp.where(_like(needed, rows), rows, 0), axis=1)
 
 
-def _index_cotangents(*indices: jax.Array) -> tuple[np.ndarray, ...]:
-    return tuple(np.zeros(i.shape, jax.dtypes.float0) for i in indices)
-
-
 _Indices = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -101,8 +97,8 @@ def _fill_fwd(x: jax.Array, token: jax.Array, slot: jax.Array, needed: jax.Array
 
 
 def _fill_bwd(residuals: _Indices, ct: jax.Array) -> tuple[Any, ...]:
-    token, slot, needed = residuals
-    return (_gather_sum(ct, slot, needed), *_index_cotangents(token, slot, needed))
+    _, slot, needed = residuals
+    return (_gather_sum(ct, slot, needed), *map(no_gradient, residuals))
 
 
 def _collect_fwd(buffer: jax.Array, token: jax.Array, slot: jax.Array, needed: jax.Array) -> tuple[jax.Array, _Indices]:
@@ -110,10 +106,10 @@ def _collect_fwd(buffer: jax.Array, token: jax.Array, slot: jax.Array, needed: j
 
 
 def _collect_bwd(residuals: _Indices, ct: jax.Array) -> tuple[Any, ...]:
-    token, slot, needed = residuals
+    token, _, _ = residuals
     rows = jnp.take(ct, token, axis=0, mode="clip")
     filled = jnp.where(_like(token < ct.shape[0], rows), rows, 0)
-    return (filled, *_index_cotangents(token, slot, needed))
+    return (filled, *map(no_gradient, residuals))
 
 
 fill_slots.defvjp(_fill_fwd, _fill_bwd)
