@@ -13,10 +13,13 @@ from ernie_jax.config.model import MoEConfig
 from ernie_jax.moe.dispatch import ExchangePlan, make_dispatcher, on_each_device
 from ernie_jax.moe.grouped_matmul import grouped_matmul
 from ernie_jax.moe.routing import Routing
-from ernie_jax.nn.activation import ACTIVATION_FUNCTIONS
+from ernie_jax.nn.activation import gated
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.parameter import normal, parameter
 from ernie_jax.sharding import current_layout
+
+
+_KEEP = jax.checkpoint_policies.save_only_these_names("expert_gate_up", "expert_sort", "expert_received")
 
 
 class Experts(nnx.Module):
@@ -69,9 +72,13 @@ class Experts(nnx.Module):
         gate_up, down = self.dtypes.cast(self.gate_up[...]), self.dtypes.cast(self.down[...])
         routing = Routing(routing.expert_index, routing.weights.astype(x.dtype))
         layout = current_layout()
+        on_device = self._on_device
+        if self.compute.remat == "none":
+            # What is cheaper to compute again than to keep: rows gathered from tokens, and the activation.
+            on_device = jax.checkpoint(on_device, static_argnums=4, prevent_cse=False, policy=_KEEP)
         if layout is None or layout.mesh.size == 1:
-            return self._on_device(x, routing, gate_up, down, ExchangePlan(num_experts=self.num_experts, shards=1))
-        return on_each_device(self._on_device, x, routing, gate_up, down, layout, self.compute.capacity_factor)
+            return on_device(x, routing, gate_up, down, ExchangePlan(num_experts=self.num_experts, shards=1))
+        return on_each_device(on_device, x, routing, gate_up, down, layout, self.compute.capacity_factor)
 
     def _on_device(self, x: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, plan: ExchangePlan) -> jax.Array:
         """[g, t, D] with this device's experts gate_up [E_local, D, 2, f], down [E_local, f, D] -> [g, t, D]."""
@@ -79,11 +86,12 @@ class Experts(nnx.Module):
         groups, tokens, dim = x.shape
         flat = jax.tree.map(lambda a: a.reshape(groups * tokens, a.shape[-1]), routing)
         rows, sizes, residuals = dispatcher.dispatch(x.reshape(groups * tokens, dim), flat)
+        row_weights, residuals = residuals.take_weights()
         rows = checkpoint_name(rows, "expert_in")
         product = functools.partial(grouped_matmul, group_sizes=sizes, backend=self.compute.grouped_matmul)
         width = gate_up.shape[-1]
         with jax.named_scope("experts"):
             hidden = checkpoint_name(product(rows, gate_up.reshape(gate_up.shape[0], dim, 2 * width)), "expert_gate_up")
-            hidden = ACTIVATION_FUNCTIONS[self.hidden_act](hidden[:, :width]) * hidden[:, width:]
+            hidden = gated(hidden.reshape(-1, 2, width), self.hidden_act) * row_weights[:, None].astype(hidden.dtype)
             out = product(checkpoint_name(hidden, "expert_act"), down)
         return dispatcher.combine(out, residuals).reshape(groups, tokens, dim)

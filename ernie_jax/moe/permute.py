@@ -36,14 +36,28 @@ def expand(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
     return jnp.take(x, order // (order.shape[0] // x.shape[0]), axis=0, unique_indices=False, mode="clip")
 
 
-def _expand_fwd(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, tuple[jax.Array, int]]:
-    return expand(x, order, inverse), (inverse, x.shape[0])
+def _expand_fwd(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array, int]]:
+    return expand(x, order, inverse), (order, inverse, x.shape[0])
 
 
-def _expand_bwd(residuals: tuple[jax.Array, int], ct: jax.Array) -> tuple[jax.Array, np.ndarray, np.ndarray]:
-    inverse, n = residuals
-    ct_x = jnp.take(ct, inverse.reshape(n, -1), axis=0, mode="clip").sum(1)
-    return ct_x, no_gradient(inverse), no_gradient(inverse)
+def _expand_bwd(residuals: tuple[jax.Array, jax.Array, int], ct: jax.Array) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+    order, inverse, n = residuals
+    return collect(ct, order, inverse.reshape(n, -1)), no_gradient(order), no_gradient(inverse)
+
+
+@jax.custom_vjp
+def collect(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Sum of each token's rows, the transpose of `expand`: rows [A, D], inverse [n, K] -> [n, D]."""
+    return jnp.take(rows, inverse, axis=0, mode="clip").sum(1)
+
+
+def _collect_fwd(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return collect(rows, order, inverse), (order, inverse)
+
+
+def _collect_bwd(residuals: tuple[jax.Array, jax.Array], ct: jax.Array) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+    order, inverse = residuals
+    return expand(ct, order, inverse), no_gradient(order), no_gradient(inverse)
 
 
 @jax.custom_vjp
@@ -66,4 +80,5 @@ def no_gradient(index: jax.Array) -> np.ndarray:
 
 
 expand.defvjp(_expand_fwd, _expand_bwd)
+collect.defvjp(_collect_fwd, _collect_bwd)
 permute.defvjp(_permute_fwd, _permute_bwd)

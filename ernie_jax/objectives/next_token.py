@@ -1,7 +1,13 @@
-"""Next-token cross-entropy without the full logits. B batch, T tokens, D model, V vocabulary, C tokens of a chunk."""
+"""Next-token cross-entropy without the full logits. B batch, T tokens, D model, V vocabulary; P pieces of w tokens.
+
+Logits exist for one piece at a time. With a gradient wanted, the pass that makes a piece's logits also makes from them the
+gradients with respect to its hidden states and the head, before it drops them: three products a piece. Recomputing the logits
+in the backward pass would take four, keeping them [B, T, V] memory.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -57,17 +63,64 @@ def chunked_cross_entropy(
         hidden = jnp.pad(hidden, ((0, 0), (0, extra), (0, 0)))
         padded = jnp.pad(labels, ((0, 0), (0, extra)), constant_values=IGNORE)
 
-        def piece(total: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            states, targets = x
-            logits = jnp.einsum("btd,vd->btv", states, dtypes.cast(kernel), preferred_element_type=jnp.float32)
-            logits = constrain(logits, "batch", "full_sequence", "activation_vocab")
-            return total + jnp.sum(token_losses(logits, targets)), None
-
         split = (
             jnp.moveaxis(hidden.reshape(batch, pieces, width, dim), 1, 0),
             jnp.moveaxis(padded.reshape(batch, pieces, width), 1, 0),
         )
         with jax.named_scope("head_and_loss"):
-            # Recomputing a chunk's logits in the backward pass is what keeps [tokens, V] from ever existing.
-            total, _ = jax.lax.scan(jax.checkpoint(piece, prevent_cse=False), jnp.zeros((), jnp.float32), split)
+            total = _loss_sum((dtypes, layout), *split, kernel)
     return total, jnp.sum(labels >= 0, dtype=jnp.float32)
+
+
+# Number formats and layout; the latter because a forward pass for gradients may be traced after the caller has left it.
+_Settings = tuple[DtypePolicy, Layout | None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss_sum(settings: _Settings, hidden: jax.Array, labels: jax.Array, kernel: jax.Array) -> jax.Array:
+    """hidden [P, B, w, D], labels [P, B, w], kernel [V, D] -> the sum of all token losses."""
+
+    def piece(total: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        states, targets = x
+        return total + jnp.sum(token_losses(_logits(settings, states, kernel), targets)), None
+
+    return jax.lax.scan(piece, jnp.zeros((), jnp.float32), (hidden, labels))[0]
+
+
+def _logits(settings: _Settings, states: jax.Array, kernel: jax.Array) -> jax.Array:
+    dtypes, layout = settings
+    logits = jnp.einsum("btd,vd->btv", states, dtypes.cast(kernel), preferred_element_type=jnp.float32)
+    with use_layout(layout):
+        return constrain(logits, "batch", "full_sequence", "activation_vocab")
+
+
+def _forward(
+    settings: _Settings, hidden: jax.Array, labels: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The sum, and its gradients with respect to hidden and (turned, [D, V]) kernel."""
+    dtypes, layout = settings
+    head = dtypes.cast(kernel)
+
+    def piece(carry: tuple[jax.Array, jax.Array], x: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        total, d_head = carry
+        states, targets = x
+        losses, pullback = jax.vjp(lambda logits: token_losses(logits, targets), _logits(settings, states, kernel))
+        d_logits = pullback(jnp.ones_like(losses))[0].astype(states.dtype)
+        with use_layout(layout):
+            d_states = jnp.einsum("btv,vd->btd", d_logits, head)
+            d_states = constrain(d_states, "batch", "full_sequence", "activation_embed")
+        # [D, V]: of the two factors of a product over tokens one is turned first; that should not be the logits.
+        d_head += jnp.einsum("btd,btv->dv", states, d_logits, preferred_element_type=jnp.float32)
+        return (total + jnp.sum(losses), d_head), d_states
+
+    zero = jnp.zeros((kernel.shape[1], kernel.shape[0]), jnp.float32)
+    (total, d_head), d_hidden = jax.lax.scan(piece, (jnp.zeros((), jnp.float32), zero), (hidden, labels))
+    return total, (d_hidden, d_head)
+
+
+def _backward(settings: _Settings, saved: tuple[jax.Array, jax.Array], ct: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+    d_hidden, d_head = saved
+    return (ct * d_hidden.astype(jnp.float32)).astype(d_hidden.dtype), None, (ct * d_head.T).astype(settings[0].param)
+
+
+_loss_sum.defvjp(_forward, _backward)

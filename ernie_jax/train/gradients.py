@@ -129,6 +129,9 @@ def _placed(grads: Arrays, shardings: dict[str, Any]) -> Arrays:
 
 def _scan_sum(function: Callable[[Batch], Any], parts: Batch) -> Any:
     """Sum of `function` over the leading axis of `parts`, one at a time."""
+    if jax.tree.leaves(parts)[0].shape[0] == 1:
+        # A loop of one round would still fill sums of the size of the gradients with zeros, and add to them.
+        return function(jax.tree.map(lambda x: x[0], parts))
     first = jax.tree.map(lambda x: x[0], parts)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first))
     total, _ = jax.lax.scan(lambda carry, part: (jax.tree.map(jnp.add, carry, function(part)), None), zeros, parts)

@@ -6,10 +6,11 @@ hence no gradient, no update and no moments. The router's correction bias is not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from ernie_jax.config.run import OptimizerConfig
@@ -28,33 +29,64 @@ def decay_mask(paths: Sequence[str], excluded: Sequence[str]) -> dict[str, bool]
     return {path: not any(part in path for part in excluded) for path in paths}
 
 
-def make_adamw(config: OptimizerConfig, paths: Sequence[str]) -> optax.GradientTransformation:
-    """AdamW for the parameters of these paths, for a learning rate of 1 (the step multiplies by the schedule's).
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019), clipping included, in three passes over memory a parameter.
 
-    The norm that clips is taken over all trained parameters at once, as one global array each: a shard, a replica or a
-    parameter group has no norm of its own.
+    Each of the two moments and the parameter is one elementwise expression of buffers that may be reused for it, with the choice
+    of a skipped step inside. A chain of transformations leaves XLA:CPU to copy both moments first, and takes three times as long.
 
-    Args:
+    Attributes:
       config: of the optimiser.
-      paths: the trained parameters.
+      decays: for each parameter path, whether weight decay applies.
     """
-    return optax.chain(
-        optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask(paths, config.decay_exclude)),
-        optax.scale(-1.0),
-    )
+
+    config: OptimizerConfig
+    decays: Mapping[str, bool]
+
+    def init(self, values: Arrays) -> optax.ScaleByAdamState:
+        """Moments of zero, float32, at step 0."""
+        first, second = (jax.tree.map(jnp.zeros_like, values) for _ in range(2))
+        return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=first, nu=second)
+
+    def update(
+        self, grads: Arrays, state: optax.ScaleByAdamState, values: Arrays, rate: jax.Array, finite: jax.Array | bool = True
+    ) -> tuple[Arrays, optax.ScaleByAdamState]:
+        """(new values, new state); where not `finite`, exactly the old ones.
+
+        The norm that clips is taken over all parameters at once, as one global array each: a shard, a replica or a parameter
+        group has no norm of its own.
+
+        Args:
+          grads, values: by path.
+          state: moments of the same paths.
+          rate: learning rate.
+          finite: whether the step counts.
+        """
+        config, count = self.config, state.count + 1
+        norm = optax.tree.norm(grads)
+        scale = 1.0 if config.clip_norm is None else config.clip_norm / jnp.maximum(norm, config.clip_norm)
+        unbias_first, unbias_second = (1.0 / (1.0 - b ** count.astype(jnp.float32)) for b in (config.b1, config.b2))
+        new: Arrays = {}
+        first: Arrays = {}
+        second: Arrays = {}
+        for path, value in values.items():
+            grad, m, v = grads[path] * scale, state.mu[path], state.nu[path]
+            m = jnp.where(finite, config.b1 * m + (1.0 - config.b1) * grad, m)
+            v = jnp.where(finite, config.b2 * v + (1.0 - config.b2) * jnp.square(grad), v)
+            step = m * unbias_first / (jnp.sqrt(v * unbias_second) + config.eps)
+            if self.decays[path]:
+                step += config.weight_decay * value
+            new[path], first[path], second[path] = jnp.where(finite, value - rate * step, value), m, v
+        return new, optax.ScaleByAdamState(count=jnp.where(finite, count, state.count), mu=first, nu=second)
 
 
-def adam_updates(
-    transform: optax.GradientTransformation, grads: Arrays, opt_state: Any, values: Arrays, rate: jax.Array
-) -> tuple[Arrays, Any]:
-    """(new values, new optimiser state) after one update at learning rate `rate`."""
-    updates, opt_state = transform.update(grads, opt_state, values)
-    return {path: value + rate * updates[path] for path, value in values.items()}, opt_state
+def make_adamw(config: OptimizerConfig, paths: Sequence[str]) -> AdamW:
+    """The optimiser of the parameters of these paths."""
+    return AdamW(config, decay_mask(paths, config.decay_exclude))
 
 
-def orthogonal_step(values: Arrays, rate: float, num_groups: int) -> Arrays:
+def orthogonal_step(values: Arrays, rate: jax.Array | float, num_groups: int) -> Arrays:
     """`Wg <- Wg - rate * dL_orth/dWg` for every trained gate [..., E, D]; not scaled by the learning rate or by Adam."""
     stepped = dict(values)
     for path, gate in values.items():

@@ -20,7 +20,7 @@ from ernie_jax.objectives.pretraining import LossParts
 from ernie_jax.sharding import Layout, variables_by_path
 from ernie_jax.train.gradients import Batch, make_gradients, text_inputs_of
 from ernie_jax.train.moe_layers import from_stacks, to_stacks
-from ernie_jax.train.optimizer import Arrays, adam_updates, make_adamw, orthogonal_step
+from ernie_jax.train.optimizer import Arrays, make_adamw, orthogonal_step
 from ernie_jax.train.schedule import Schedule
 from ernie_jax.train.state import TrainState, state_shardings, trained_values, with_values
 
@@ -56,15 +56,13 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
         finite = jnp.isfinite(total) & jnp.isfinite(norm)
         rate = schedule(state.step)
         with jax.named_scope("update"):
-            values, opt_state = _updated(run, state, grads, rate)
-            new = replace(
-                state,
-                params=with_values(state.params, values),
-                biases=_balanced(run, state.biases, parts),
-                opt_state=opt_state,
-                ema=_averaged(run, state, values),
+            values, opt_state = _updated(run, state, grads, rate, finite)
+            biases, ema = jax.tree.map(
+                lambda a, b: jnp.where(finite, a, b),
+                (_balanced(run, state.biases, parts), _averaged(run, state, values)),
+                (state.biases, state.ema),
             )
-            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+            new = replace(state, params=with_values(state.params, values), biases=biases, opt_state=opt_state, ema=ema)
         bad = jnp.int32(~finite)
         new = replace(
             new, step=state.step + 1, skipped=state.skipped + bad, skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1)
@@ -113,11 +111,11 @@ def model_of(run: RunConfig, layout: Layout, state: TrainState) -> TextModel:
     return model
 
 
-def _updated(run: RunConfig, state: TrainState, grads: Arrays, rate: jax.Array) -> tuple[Arrays, Any]:
+def _updated(run: RunConfig, state: TrainState, grads: Arrays, rate: jax.Array, finite: jax.Array) -> tuple[Arrays, Any]:
     values = trained_values(run, state.params)
-    values, opt_state = adam_updates(make_adamw(run.optimizer, list(values)), grads, state.opt_state, values, rate)
+    values, opt_state = make_adamw(run.optimizer, list(values)).update(grads, state.opt_state, values, rate, finite)
     if run.moe.orthogonal_coef and run.moe.orthogonal_form == "step":
-        values = orthogonal_step(values, run.moe.orthogonal_coef, run.moe.orthogonal_groups)
+        values = orthogonal_step(values, jnp.where(finite, run.moe.orthogonal_coef, 0.0), run.moe.orthogonal_groups)
     return values, opt_state
 
 

@@ -68,7 +68,7 @@ def test_frozen_parts_of_the_router_stay_as_they_were(frozen, tiny_run, layout_o
     layout = layout_of(run)
     before = jax.device_get(fresh_state(run, layout))
     state, _ = make_train_step(run, layout)(fresh_state(run, layout), batch_of(run))
-    moments = state.opt_state[1].mu
+    moments = state.opt_state.mu
     gates = [path for path in moments if path.endswith("router/gate")]
     assert bool(gates) == (frozen == "freeze_bias")
     np.testing.assert_array_equal(jax.tree.leaves(state.biases)[0], 0.0)

@@ -48,7 +48,7 @@ def test_a_nonfinite_step_changes_only_the_counters(setting):
     assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (2, 1, 0)
     assert np.isfinite(metrics["loss"])
     # Adam has seen one gradient; the schedule has moved on with the data.
-    assert int(state.opt_state[1].count) == 1
+    assert int(state.opt_state.count) == 1
 
 
 def test_ema_follows_the_weights(setting):

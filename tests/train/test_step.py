@@ -16,7 +16,7 @@ ONE_LAYER = tiny_moe(num_hidden_layers=1, layer_start=0, num_experts_per_tok=2)
 
 def results(run, layout, state, batch):
     state, metrics = make_train_step(run, layout)(state, batch)
-    return jax.device_get((trained_values(run, state.params), state.biases, state.opt_state[1].mu, metrics))
+    return jax.device_get((trained_values(run, state.params), state.biases, state.opt_state.mu, metrics))
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,11 @@ capacity a bucket has n rows, enough for the worst skew, so nothing is dropped; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.moe.dispatch.buckets import (
     collect_slots,
@@ -32,6 +33,11 @@ class ExchangeResiduals:
     token: jax.Array
     slot: jax.Array
     needed: jax.Array
+
+    def take_weights(self) -> tuple[jax.Array, ExchangeResiduals]:
+        """See `Residuals`."""
+        weights, local = self.local.take_weights()
+        return weights, replace(self, local=local)
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,11 @@ class AllToAllDispatcher:
         with jax.named_scope("moe_buckets"):
             rows = rows_for_peers(routing.expert_index, self.plan)
             slot = rows.place + jnp.arange(peers, dtype=jnp.int32) * bucket
-            token = tokens_of_slots(rows, slot, peers * bucket)
+            token = checkpoint_name(tokens_of_slots(rows, slot, peers * bucket), "expert_sort")
             send = fill_slots(x, token, slot, rows.needed).reshape(peers, bucket, dim)
             index, weights = slots_for_peers(routing, self.plan)
             lists = self._lists(index, weights, token, bucket)
-        received, lists = self._exchange(send), self._exchange(lists)
+        received, lists = (checkpoint_name(self._exchange(a), "expert_received") for a in (send, lists))
         slots = lists.shape[-1] // 2
         # An empty place announces expert E_local, which the local sort sends nowhere.
         here = Routing(

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.moe.dispatch.protocol import ExchangePlan
-from ernie_jax.moe.permute import expand, permute, sort_by_expert
+from ernie_jax.moe.permute import collect, expand, permute, sort_by_expert
 from ernie_jax.moe.routing import Routing
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LocalResiduals:
-    """What brings results back: the sort, its inverse, and the mixing weights [n, K]."""
+    """What brings results back: the sort [n K], its inverse [n, K], and the mixing weights [n, K], None where the rows have them."""
 
     order: jax.Array
     inverse: jax.Array
-    weights: jax.Array
+    weights: jax.Array | None
+
+    def take_weights(self) -> tuple[jax.Array, LocalResiduals]:
+        """See `Residuals`."""
+        assert self.weights is not None
+        return permute(self.weights.reshape(-1), self.order, self.inverse.reshape(-1)), replace(self, weights=None)
 
 
 @dataclass(frozen=True)
@@ -31,13 +37,16 @@ class LocalDispatcher:
     def dispatch(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, LocalResiduals]:
         """x [n, D] -> rows [n K, D] sorted by expert; see `Dispatcher`."""
         with jax.named_scope("moe_sort"):
-            order, inverse, sizes = sort_by_expert(routing.expert_index.reshape(-1), self.plan.num_experts)
+            sort = sort_by_expert(routing.expert_index.reshape(-1), self.plan.num_experts)
+            order, inverse, sizes = (checkpoint_name(a, "expert_sort") for a in sort)
             rows = expand(x, order, inverse)
-        return rows, sizes, LocalResiduals(order, inverse, routing.weights)
+        return rows, sizes, LocalResiduals(order, inverse.reshape(routing.weights.shape), routing.weights)
 
     def combine(self, outputs: jax.Array, residuals: LocalResiduals) -> jax.Array:
         """outputs [n K, D] -> [n, D]: each token's sum of its rows times its weights."""
-        n, k = residuals.weights.shape
         with jax.named_scope("moe_combine"):
-            unsorted = permute(outputs, residuals.inverse, residuals.order).reshape(n, k, -1)
+            if residuals.weights is None:
+                return collect(outputs, residuals.order, residuals.inverse)
+            unsorted = permute(outputs, residuals.inverse.reshape(-1), residuals.order)
+            unsorted = unsorted.reshape(*residuals.weights.shape, -1)
             return jnp.einsum("nkd,nk->nd", unsorted, residuals.weights.astype(outputs.dtype))

@@ -5,6 +5,10 @@ A dispatcher runs inside `shard_map`, on the tokens and the experts of one devic
     rows, group_sizes, residuals = dispatcher.dispatch(x, routing)      # rows of this device's experts, sorted by expert
     y = dispatcher.combine(outputs, residuals)                          # [n, D], every token's weighted sum
 
+or, where the caller weights the rows on the way,
+
+    row_weights, residuals = residuals.take_weights()                   # [R], and `combine` now only adds
+
 `rows` [R, D] has a static number of rows; the first sum(group_sizes) are real and the rest are spare, with any content.
 Every dispatcher is exact: it drops nothing, since capacity was applied to the routing before.
 """
@@ -41,6 +45,18 @@ class ExchangePlan:
         return self.num_experts // self.shards
 
 
+class Residuals(Protocol):
+    """What a dispatcher needs to bring results back."""
+
+    def take_weights(self) -> tuple[jax.Array, Any]:
+        """(weight of each row [R], residuals of a `combine` that only adds): to weight rows where they are narrow.
+
+        A product with the experts' last matrix is linear, so its input may carry the weights; then neither pass needs the
+        unweighted outputs.
+        """
+        ...
+
+
 class Dispatcher(Protocol):
     """Moves tokens to their experts and results back."""
 
@@ -49,7 +65,7 @@ class Dispatcher(Protocol):
         """Static facts of the exchange."""
         ...
 
-    def dispatch(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, Any]:
+    def dispatch(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, Residuals]:
         """x [n, D], routing [n, K] with global expert indices -> (rows [R, D], group_sizes [E_local] int32, residuals)."""
         ...
 

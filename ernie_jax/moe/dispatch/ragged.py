@@ -7,10 +7,11 @@ are tested everywhere, with a stand-in exchange that copies by them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.moe.dispatch.buckets import collect_slots, fill_slots, rows_for_peers, slots_for_peers, tokens_of_slots
 from ernie_jax.moe.dispatch.local import LocalDispatcher, LocalResiduals
@@ -89,6 +90,11 @@ class RaggedResiduals:
     needed: jax.Array
     counts: jax.Array
 
+    def take_weights(self) -> tuple[jax.Array, RaggedResiduals]:
+        """See `Residuals`."""
+        weights, local = self.local.take_weights()
+        return weights, replace(self, local=local)
+
 
 @dataclass(frozen=True)
 class RaggedDispatcher:
@@ -131,8 +137,10 @@ class RaggedDispatcher:
         # Index + 1, so that the zeros of places nobody wrote mean "no expert" after arrival.
         announced = (index.reshape(n * peers, slots)[flat] + 1).astype(jnp.float32)
         lists = jnp.concatenate([announced, weights.reshape(n * peers, slots)[flat].astype(jnp.float32)], -1)
-        received = self._send(fill_slots(x, token, slot, rows.needed), peers * n, counts)
-        lists = self._send(lists, peers * n, counts)
+        received, lists = (
+            checkpoint_name(self._send(a, peers * n, counts), "expert_received")
+            for a in (fill_slots(x, token, slot, rows.needed), lists)
+        )
         chosen = jax.lax.stop_gradient(lists[:, :slots]).astype(jnp.int32) - 1
         here = Routing(jnp.where(chosen < 0, self.plan.experts_per_shard, chosen), lists[:, slots:])
         sorted_rows, sizes, local = self._local().dispatch(received, here)

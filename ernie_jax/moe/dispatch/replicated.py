@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.moe.dispatch.local import LocalDispatcher, LocalResiduals
 from ernie_jax.moe.dispatch.protocol import ExchangePlan
@@ -44,7 +45,8 @@ class ReplicatedDispatcher:
         """x [n, D] -> rows [G n min(K, E_local), D]; see `Dispatcher`."""
         with jax.named_scope("moe_exchange"):
             x, index, weights = (
-                jax.lax.all_gather(a, self.plan.axis, tiled=True) for a in (x, routing.expert_index, routing.weights)
+                checkpoint_name(jax.lax.all_gather(a, self.plan.axis, tiled=True), "expert_received")
+                for a in (x, routing.expert_index, routing.weights)
             )
         first = jax.lax.axis_index(self.plan.axis) * self.plan.experts_per_shard
         return self._local().dispatch(x, own_experts(Routing(index, weights), first, self.plan.experts_per_shard))

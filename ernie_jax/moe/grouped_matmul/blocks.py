@@ -41,8 +41,10 @@ def block_heights(num_rows: int, num_groups: int) -> tuple[int, int]:
 def block_counts(sizes: Array, heights: tuple[int, int]) -> tuple[Array, Array]:
     """How many blocks of each height cover groups of these sizes."""
     tall, low = heights
-    lows = -(-sizes // low)
-    return lows // (tall // low), lows % (tall // low)
+    lows, per_tall = -(-sizes // low), tall // low
+    # More than half a tall block in low ones costs more than the whole of it.
+    talls = (lows + (per_tall - 1) // 2) // per_tall
+    return talls, jnp.maximum(lows - talls * per_tall, 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

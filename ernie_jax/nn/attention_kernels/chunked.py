@@ -52,20 +52,22 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chun
             j = visits.order[i, n]
             scores = tiles.scores(i, j)
             new_top = jnp.maximum(top, scores.max(-1))
-            # Masked entries by hand: for a query without any key so far, exp(score - top) would be exp(0).
-            weights = jnp.where(tiles.seen(i, j), jnp.exp(scores - new_top[..., None]), 0.0)
+            weights = jnp.exp(scores - new_top[..., None])
             fade = jnp.exp(top - new_top)
             product = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(q.dtype), tiles.v[j], preferred_element_type=jnp.float32)
             return new_top, total * fade + weights.sum(-1), out * fade[..., None] + product
 
         start = (
-            jnp.full(shape, MASKED, jnp.float32),
+            # Far above a masked score: for a query without any key so far, exp(score - top) is 0 and not exp(0).
+            jnp.full(shape, MASKED / 2, jnp.float32),
             jnp.zeros(shape, jnp.float32),
             jnp.zeros(tiles.q.shape[1:], jnp.float32),
         )
         top, total, out = jax.lax.fori_loop(0, visits.length[i], add, start)
-        total = jnp.where(total > 0, total, 1.0)
-        return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
+        # A query that sees nothing: its output is 0, and so are the weights that the backward computes, exp(MASKED - 0).
+        some = total > 0
+        total = jnp.where(some, total, 1.0)
+        return (out / total[..., None]).astype(q.dtype), jnp.where(some, top + jnp.log(total), 0.0)
 
     out_tiles, log_sum = jax.lax.map(query_tile, jnp.arange(tiles.q.shape[0]))
     out = join_heads(out_tiles, q.shape[1]).reshape(q.shape)
@@ -81,23 +83,27 @@ def _backward(chunk: int, saved: _Saved, ct: jax.Array) -> tuple[jax.Array, jax.
     # sum_d(ct * out): what the softmax's backward subtracts from each query's scores.
     inner = (ct.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
     inner_tiles = cut_heads(group_heads(inner, kv_heads), query_length)
+    # Turned once here, not in every visit: a product over queries takes them as its left side, whole rows of tokens, and the
+    # [t, s] side as it lies.
+    q_turned, ct_turned = (jnp.swapaxes(_merge(x), -1, -2) for x in (tiles.q, ct_tiles))
     scale = q.shape[-1] ** -0.5
+    k_shape = tiles.k.shape[1:]
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def key_tile(d_q: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         def add(n: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             d_q, d_k, d_v = carry
             i = visits.order[j, n]
-            weights = jnp.where(tiles.seen(i, j), jnp.exp(tiles.scores(i, j) - log_sum[i][..., None]), 0.0)
-            d_v += product("bkgts,bkgtd->bksd", weights.astype(q.dtype), ct_tiles[i])
+            weights = jnp.exp(tiles.scores(i, j) - log_sum[i][..., None])
+            d_v += product("bkdr,bkrs->bkds", ct_turned[i], _merge(weights.astype(q.dtype)))
             d_weights = product("bkgtd,bksd->bkgts", ct_tiles[i], tiles.v[j])
             d_scores = (weights * (d_weights - inner_tiles[i]) * scale).astype(q.dtype)
-            d_k += product("bkgts,bkgtd->bksd", d_scores, tiles.q[i])
+            d_k += product("bkdr,bkrs->bkds", q_turned[i], _merge(d_scores))
             return d_q.at[i].add(product("bkgts,bksd->bkgtd", d_scores, tiles.k[j])), d_k, d_v
 
-        zero = jnp.zeros(tiles.k.shape[1:], jnp.float32)
+        zero = jnp.zeros((*k_shape[:-2], k_shape[-1], k_shape[-2]), jnp.float32)
         d_q, d_k, d_v = jax.lax.fori_loop(0, visits.length[j], add, (d_q, zero, zero))
-        return d_q, (d_k.astype(k.dtype), d_v.astype(v.dtype))
+        return d_q, tuple(jnp.swapaxes(d, -1, -2).astype(k.dtype) for d in (d_k, d_v))
 
     d_q, (d_k, d_v) = jax.lax.scan(key_tile, jnp.zeros(tiles.q.shape, jnp.float32), jnp.arange(tiles.k.shape[0]))
     return (
@@ -106,6 +112,11 @@ def _backward(chunk: int, saved: _Saved, ct: jax.Array) -> tuple[jax.Array, jax.
         join_heads(d_v, v.shape[1]),
         None,
     )
+
+
+def _merge(x: jax.Array) -> jax.Array:
+    """[..., g, t, w] -> [..., g t, w]."""
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
 chunked_attention.defvjp(_forward, _backward)
