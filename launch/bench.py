@@ -16,6 +16,11 @@ from collections.abc import Sequence
 BENCHES = {
     "moe": "grouped matmuls of the experts against the dense matmul of equal FLOPs",
     "compile": "compile time of a deep training step against a shallow one of the same layers",
+    "train": "training step: tokens/s, MFU, memory; against transformers, or on meshes of fake devices",
+    "prefill": "prompts read into a cache: tokens/s, MFU; against transformers",
+    "decode": "greedy generation: tokens/s, share of memory bandwidth; against transformers",
+    "scaling": "step time against tokens, experts, layers, vocabulary and sequence, with fitted exponents",
+    "device": "the whole set on one GPU: training, prefill, decoding, grouped matmuls; MFU and share of memory bandwidth",
 }
 
 

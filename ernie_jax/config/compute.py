@@ -9,7 +9,7 @@ from ernie_jax.config.nearest import did_you_mean
 DTYPES = ("float32", "bfloat16")
 ATTENTION = ("auto", "dense", "chunked", "cudnn")
 DISPATCH = ("auto", "local", "replicated", "all_to_all", "ragged")
-GROUPED_MATMUL = ("auto", "blocks", "ragged_dot", "dense")
+GROUPED_MATMUL = ("auto", "blocks", "ragged_dot", "pallas", "megablox", "dense")
 
 
 def one_of(owner: str, field: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -40,7 +40,7 @@ class ComputeConfig:
     param_dtype: str = "float32"
     attention: str = "auto"
     attention_chunk: int = 256
-    attention_chunk_from: int = 2048
+    attention_chunk_from: int = 256
     remat: str | tuple[str, ...] = "none"
     dispatch: str = "auto"
     grouped_matmul: str = "auto"

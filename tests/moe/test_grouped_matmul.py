@@ -225,12 +225,12 @@ def test_auto_follows_the_platform_and_says_so_once(caplog, monkeypatch):
         grouped_matmul(args[0], args[1], args[3])
     assert len(calls) == 2
     assert [r.getMessage() for r in caplog.records] == ["grouped_matmul backend on cpu: blocks"]
-    assert package.AUTO["tpu"] == "ragged_dot"
+    assert (package.AUTO["gpu"], package.AUTO["tpu"]) == ("pallas", "megablox")
 
 
 def test_mistakes_are_named():
     rows, weights, _, sizes = inputs([3, 0, 2], 8)
-    with pytest.raises(ValueError, match=r"'fast'.*\['blocks', 'dense', 'ragged_dot'\]"):
+    with pytest.raises(ValueError, match=r"'fast'.*\['blocks', 'dense', 'megablox', 'pallas', 'ragged_dot'\]"):
         grouped_matmul(rows, weights, sizes, backend="fast")
     with pytest.raises(ValueError, match=r"\(8, 5\), \(3, 6, 5\), \(3,\)"):
         grouped_matmul(rows[:, :5], weights, sizes)

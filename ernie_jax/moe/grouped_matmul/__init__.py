@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 from ernie_jax.moe.grouped_matmul.blocks import block_product
 from ernie_jax.moe.grouped_matmul.dense import dense_product
+from ernie_jax.moe.grouped_matmul.megablox import megablox_product
+from ernie_jax.moe.grouped_matmul.pallas import pallas_product
 from ernie_jax.moe.grouped_matmul.ragged import ragged_product
 
 _log = logging.getLogger(__name__)
@@ -23,11 +25,17 @@ Backend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 BACKENDS: dict[str, Backend] = {
     "blocks": block_product,
     "ragged_dot": ragged_product,
+    "pallas": pallas_product,
+    "megablox": megablox_product,
     "dense": dense_product,
 }
 
-# By measurement: XLA makes a grouped kernel of `ragged_dot` on TPU only; elsewhere a masked dense product, E times the FLOPs.
-AUTO: dict[str, str] = {"cpu": "blocks", "gpu": "blocks", "tpu": "ragged_dot"}
+# Kernels for one kind of accelerator; on CPU they are interpreted. The others run anywhere.
+ONLY_ON: dict[str, tuple[str, ...]] = {"pallas": ("gpu", "cpu"), "megablox": ("tpu", "cpu")}
+
+# By what the compilers make of them: of `ragged_dot` XLA makes a grouped kernel on TPU v5p only, and on v5e, v6e, GPU and CPU a
+# masked dense product, E times the FLOPs. On GPU the loops of `blocks` would wait for the host in every round.
+AUTO: dict[str, str] = {"cpu": "blocks", "gpu": "pallas", "tpu": "megablox"}
 
 
 def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, backend: str = "auto") -> jax.Array:
@@ -46,17 +54,28 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, 
       [R, F] in the dtype of `rows`.
 
     Raises:
-      ValueError: an unknown backend; shapes or dtypes that do not fit.
+      ValueError: an unknown backend, or one that this platform cannot run; shapes or dtypes that do not fit.
     """
     _check(rows, weights, group_sizes)
     return _backend(backend)(rows, weights, group_sizes.astype(jnp.int32))
 
 
+def backends_on(platform: str) -> list[str]:
+    """The names of `BACKENDS` that run on `cpu`, `gpu` or `tpu`, sorted."""
+    return sorted(name for name in BACKENDS if platform in ONLY_ON.get(name, (platform,)))
+
+
 def _backend(name: str) -> Backend:
+    platform = jax.default_backend()
     if name == "auto":
-        name = _choose(jax.default_backend())
+        name = _choose(platform)
     if name not in BACKENDS:
         raise ValueError(f"unknown grouped_matmul backend {name!r}; expected 'auto' or one of {sorted(BACKENDS)}")
+    if name not in backends_on(platform):
+        raise ValueError(
+            f"grouped_matmul backend {name!r} runs on {' and '.join(ONLY_ON[name])}, this is {platform!r}; "
+            f"use 'auto' or one of {backends_on(platform)}"
+        )
     return BACKENDS[name]
 
 
@@ -84,4 +103,4 @@ def _check(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> None:
         raise ValueError(f"group_sizes must be integers, got {group_sizes.dtype}")
 
 
-__all__ = ["AUTO", "BACKENDS", "grouped_matmul"]
+__all__ = ["AUTO", "BACKENDS", "backends_on", "grouped_matmul"]

@@ -1,0 +1,65 @@
+"""`launch/bench.py prefill` as a user runs it, at toy sizes: what it reports, not how fast it is."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "launch" / "bench.py"
+SIZES = {
+    "hidden": 32,
+    "layers": 2,
+    "heads": 2,
+    "kv-heads": 1,
+    "head-dim": 16,
+    "dense-width": 48,
+    "experts": 4,
+    "experts-per-token": 2,
+    "width": 16,
+    "vocab": 64,
+    "repeats": 1,
+}
+SMALL = [f"--{name}={size}" for name, size in SIZES.items()]
+
+
+def bench(*arguments):
+    return subprocess.run([sys.executable, SCRIPT, "prefill", *arguments], capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """The message a command line is refused with, before anything is printed: in this process, for nothing is started."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+
+    def message(*arguments):
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(SCRIPT))["main"](["prefill", *SMALL, *map(str, arguments)])
+        assert left.value.code == 2
+        printed = capsys.readouterr()
+        assert not printed.out
+        return " ".join(printed.err.split())
+
+    return message
+
+
+def test_the_last_line_is_the_result_and_its_figures_agree():
+    done = bench(*SMALL, "--batch-size", "3", "--tokens", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["tokens"] == 3 * 8
+    assert result["tokens_per_s"] * result["seconds"] == pytest.approx(24)
+    # The head reads one token a row; the others go through attention, the dense MLP, gate, two experts and the shared one.
+    weights = 2 * 32 * 16 * 6 + 3 * 32 * 48 + 32 * 4 + 3 * 32 * 16 * 3
+    assert result["flops"] == 3 * (8 * (2 * weights + 4 * 2 * 2 * 16 * 4) + 2 * 32 * 64)
+    assert result["speedup"] is None
+    assert result["agreement"] is None
+    assert result["options"]["batch_size"] == 3
+    assert {"peak_gflops", "bandwidth_gbs", "other_cores", "memory", "hardware", "versions", "commit", "command"} <= set(result)
+
+
+def test_impossible_sizes_are_refused_by_name(refused):
+    assert "num_experts_per_tok=5" in refused("--experts-per-token", 5)
+    assert "--batch-size must be at least 1, got 0" in refused("--batch-size", 0)

@@ -1,0 +1,110 @@
+"""`launch/bench.py train` as a user runs it, at toy sizes: what it reports, not how fast it is."""
+
+import json
+import math
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "launch" / "bench.py"
+SIZES = {
+    "hidden": 32,
+    "layers": 2,
+    "heads": 2,
+    "kv-heads": 2,
+    "head-dim": 16,
+    "dense-width": 48,
+    "experts": 4,
+    "experts-per-token": 2,
+    "width": 16,
+    "vocab": 64,
+    "repeats": 1,
+}
+SMALL = [f"--{name}={size}" for name, size in SIZES.items()]
+
+
+def bench(*arguments):
+    return subprocess.run([sys.executable, SCRIPT, "train", *arguments], capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """The message a command line is refused with, before anything is printed: in this process, for nothing is started."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+
+    def message(*arguments):
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(SCRIPT))["main"](["train", *SMALL, *map(str, arguments)])
+        assert left.value.code == 2
+        printed = capsys.readouterr()
+        assert not printed.out
+        return " ".join(printed.err.split())
+
+    return message
+
+
+@pytest.fixture(scope="module")
+def result():
+    """One run with a mesh."""
+    done = bench(*SMALL, "--batch-size", "4", "--tokens", "8", "--mesh", "data=2,expert=2", "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_figures_agree_with_each_other(result):
+    assert result["tokens"] == 4 * 8
+    assert result["tokens_per_s"] * result["seconds"] == pytest.approx(result["tokens"])
+    peak = result["peak_gflops"] * 1e9
+    assert result["mfu"] == pytest.approx(result["flops"] / result["seconds"] / peak, rel=0.02, abs=1e-4)
+    # A token: attention 32 x 16 x 2 (2 + 2), the dense MLP, the gate, two experts and the shared one, the head; attention scores.
+    weights = 2 * 32 * 16 * 8 + 3 * 32 * 48 + 32 * 4 + 3 * 32 * 16 * 3 + 32 * 64
+    assert result["flops"] == 32 * (6 * weights + 12 * 2 * 2 * 16 * 4)
+    assert result["bandwidth_gbs"] > 0
+    assert result["memory"]["ernie_jax"] is None or result["memory"]["ernie_jax"] < result["memory"]["with_libraries"]["ernie_jax"]
+
+
+def test_nothing_is_said_of_a_side_that_did_not_run(result):
+    assert result["speedup"] is None
+    assert result["transformers"] is None
+    assert result["memory"]["transformers"] is None
+
+
+def test_a_mesh_trains_the_same_model_on_its_devices(result):
+    mesh = result["meshes"]["data=2,expert=2"]
+    assert mesh["devices"] == 4
+    assert result["cpu_ratio"] == mesh["cpu_ratio"] > 0
+    assert result["wall_ratio"] == mesh["wall_ratio"] > 0
+    ours, theirs = result["losses"]["ernie_jax"], result["losses"]["data=2,expert=2"]
+    assert len(ours) == len(theirs) == 2 + result["rounds"]
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    # Near the uniform guess at first, then trained on that very batch.
+    assert ours[0] == pytest.approx(math.log(64), rel=0.05)
+    assert ours[-1] < ours[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "1"], "--tokens must be at least 2, got 1"),
+        (["--mesh", "data=2,data=4"], "'data=4'; expected axis=size"),
+        (["--mesh", "data=8", "--batch-size", "4"], "--batch-size a multiple of 8"),
+    ],
+)
+def test_impossible_sizes_are_refused_by_name(refused, arguments, message):
+    assert message in refused(*arguments)
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_a_missing_rival_is_refused_with_the_command_that_installs_it(refused, monkeypatch, package):
+    # As if not installed, whatever is.
+    monkeypatch.setitem(sys.modules, package, None)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    requirement = next(r for r in extras["compare"] if r.startswith(package))
+    message = refused("--against", "transformers")
+    assert f"{requirement} is not installed" in message
+    assert "pip install -e '.[compare]'" in message
