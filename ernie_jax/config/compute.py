@@ -39,8 +39,8 @@ class ComputeConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     attention: str = "auto"
-    attention_chunk: int = 256
-    attention_chunk_from: int = 256
+    attention_chunk: int = 128
+    attention_chunk_from: int = 128
     remat: str | tuple[str, ...] = "none"
     dispatch: str = "auto"
     grouped_matmul: str = "auto"

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.segments import Segment, segments_of
-from ernie_jax.moe import MoE, RouterOutput
+from ernie_jax.moe import ExpertStack, MoE, RouterOutput
 from ernie_jax.nn.attention import Attention
 from ernie_jax.nn.attention_kernels import AttentionMask
 from ernie_jax.nn.dtypes import DtypePolicy
@@ -69,9 +70,9 @@ class DecoderLayer(nnx.Module):
         )
 
     def __call__(
-        self, x: jax.Array, context: Context, cache: LayerCache | None, collect: Collect
+        self, x: jax.Array, context: Context, cache: LayerCache | None, stack: ExpertStack | None, collect: Collect
     ) -> tuple[jax.Array, LayerCache | None, RouterOutput | None]:
-        """[B, T, D] -> ([B, T, D], this layer's cache, what its router did or None for a dense layer)."""
+        """[B, T, D] -> ([B, T, D], the cache, what the router did or None for a dense layer); `stack` holds the experts in place."""
         with jax.named_scope("attention"):
             attended, cache = self.attention(self.input_norm(x), context.rope, context.mask, cache, context.index)
             x = x + attended
@@ -79,7 +80,7 @@ class DecoderLayer(nnx.Module):
         router = None
         if self.moe is not None:
             with jax.named_scope("moe"):
-                y, router = self.moe(normed, context.valid, with_logits=collect.router_logits)
+                y, router = self.moe(normed, context.valid, stack, with_logits=collect.router_logits)
         else:
             assert self.mlp is not None
             with jax.named_scope("mlp"):
@@ -100,19 +101,25 @@ class DecoderSegment(nnx.Module):
     ) -> tuple[jax.Array, tuple[LayerCache, ...] | None, list[RouterOutput], list[jax.Array]]:
         """Run all repetitions: (x, caches, router outputs in layer order, hidden states in layer order)."""
         graphdef, state = nnx.split(self.layers)
+        stacks = [None if layer.moe is None else layer.moe.experts.stack() for layer in self.layers]
 
-        def unit(x: jax.Array, weights: Any, caches: Any, context: Context) -> tuple[jax.Array, Any]:
+        def unit(x: jax.Array, caches: Any, weights: Any, repeat: jax.Array, stacks: Any, context: Context) -> tuple[Any, Any]:
             layers = nnx.merge(graphdef, weights)
             new_caches, routers, hidden = [], [], []
             for i, layer in enumerate(layers):
-                x, cache, router = layer(x, context, None if caches is None else caches[i], collect)
-                new_caches.append(cache)
+                cache = None if caches is None else caches[i].at(repeat)
+                x, cache, router = layer(x, context, cache, None if stacks[i] is None else stacks[i].at(repeat), collect)
+                new_caches.append(None if cache is None else cache.at(None))
                 routers.append(router)
                 hidden.append(x if collect.hidden_states else None)
-            return x, (None if caches is None else tuple(new_caches), tuple(routers), tuple(hidden))
+            return (x, None if caches is None else tuple(new_caches)), (tuple(routers), tuple(hidden))
 
         run = rematerialize(unit, self.remat)
-        x, (new_caches, routers, hidden) = jax.lax.scan(lambda x, xs: run(x, *xs, context), x, (state, caches))
+        (x, new_caches), (routers, hidden) = jax.lax.scan(
+            lambda carry, xs: run(*carry, *xs, stacks, context),
+            (x, caches),
+            (state, jnp.arange(self.plan.repeats, dtype=jnp.int32)),
+        )
         repeats, places = range(self.plan.repeats), range(len(self.plan.unit))
         return (
             x,

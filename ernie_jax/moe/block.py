@@ -9,7 +9,7 @@ from flax import nnx
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.moe.capacity import apply_capacity, drop_padding
-from ernie_jax.moe.experts import Experts
+from ernie_jax.moe.experts import Experts, ExpertStack
 from ernie_jax.moe.router import Router, router_stats
 from ernie_jax.moe.routing import RouterOutput
 from ernie_jax.nn.dtypes import DtypePolicy
@@ -76,12 +76,15 @@ class MoE(nnx.Module):
             else None
         )
 
-    def __call__(self, x: jax.Array, valid: jax.Array, *, with_logits: bool = False) -> tuple[jax.Array, RouterOutput]:
+    def __call__(
+        self, x: jax.Array, valid: jax.Array, stack: ExpertStack | None = None, *, with_logits: bool = False
+    ) -> tuple[jax.Array, RouterOutput]:
         """Text tokens through the text experts.
 
         Args:
           x: [B, T, D], normalised.
           valid: [B, T] bool; padding is routed nowhere and counted nowhere (the shared experts still see it).
+          stack: the experts' weights where they are kept, to read them in place.
           with_logits: keep the raw router scores in the output.
 
         Returns:
@@ -94,7 +97,7 @@ class MoE(nnx.Module):
             if self.capacity_factor is not None:
                 routing, dropped = apply_capacity(routing, valid, self.num_experts, self.capacity_factor)
             stats = router_stats(logits, probabilities, routing, valid, self.k, dropped)
-        y = constrain(self.experts(x, routing), "batch", "sequence", "activation_embed")
+        y = constrain(self.experts(x, routing, stack), "batch", "sequence", "activation_embed")
         if self.shared_experts is not None:
             with jax.named_scope("shared_experts"):
                 y = y + self.shared_experts(x)

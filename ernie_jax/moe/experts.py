@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, replace
 
 import jax
 from flax import nnx
@@ -20,6 +21,29 @@ from ernie_jax.sharding import current_layout
 
 
 _KEEP = jax.checkpoint_policies.save_only_these_names("expert_gate_up", "expert_sort", "expert_received")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertStack:
+    """The experts' weights of a stack of R layers where they are kept, and the layer that reads there.
+
+    A scan over layers hands each layer a copy of its weights. Of the experts, the bulk of a model, a decode step needs a few,
+    and no pass needs the copy: values are read here one expert at a time, gradients belong to the layer's own weights.
+
+    Attributes:
+      gate_up: [R, E, D, 2, F].
+      down: [R, E, F, D].
+      layer: int32 scalar, None outside the scan.
+    """
+
+    gate_up: jax.Array
+    down: jax.Array
+    layer: jax.Array | None = None
+
+    def at(self, layer: jax.Array) -> ExpertStack:
+        """The same weights for another layer."""
+        return replace(self, layer=layer)
 
 
 class Experts(nnx.Module):
@@ -59,12 +83,20 @@ class Experts(nnx.Module):
             stack=stack,
         )
 
-    def __call__(self, x: jax.Array, routing: Routing) -> jax.Array:
+    def stack(self) -> ExpertStack | None:
+        """The weights of a stack of these (with a leading `layers` axis), None where the mesh splits what one expert needs."""
+        layout = current_layout()
+        if layout is not None and (layout.shards("expert_embed") > 1 or layout.shards("layers") > 1):
+            return None
+        return jax.lax.stop_gradient(ExpertStack(self.gate_up[...], self.down[...]))
+
+    def __call__(self, x: jax.Array, routing: Routing, stack: ExpertStack | None = None) -> jax.Array:
         """Each token's weighted sum of its experts' outputs.
 
         Args:
           x: [B, T, D].
           routing: [B, T, K]; entries equal to E go nowhere.
+          stack: this layer's weights among others, to be read in place.
 
         Returns:
           [B, T, D], zero for tokens that go nowhere.
@@ -75,12 +107,14 @@ class Experts(nnx.Module):
         on_device = self._on_device
         if self.compute.remat == "none":
             # What is cheaper to compute again than to keep: rows gathered from tokens, and the activation.
-            on_device = jax.checkpoint(on_device, static_argnums=4, prevent_cse=False, policy=_KEEP)
+            on_device = jax.checkpoint(on_device, static_argnums=5, prevent_cse=False, policy=_KEEP)
         if layout is None or layout.mesh.size == 1:
-            return on_device(x, routing, gate_up, down, ExchangePlan(num_experts=self.num_experts, shards=1))
-        return on_each_device(on_device, x, routing, gate_up, down, layout, self.compute.capacity_factor)
+            return on_device(x, routing, gate_up, down, stack, ExchangePlan(num_experts=self.num_experts, shards=1))
+        return on_each_device(on_device, x, routing, gate_up, down, stack, layout, self.compute.capacity_factor)
 
-    def _on_device(self, x: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, plan: ExchangePlan) -> jax.Array:
+    def _on_device(
+        self, x: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, stack: ExpertStack | None, plan: ExchangePlan
+    ) -> jax.Array:
         """[g, t, D] with this device's experts gate_up [E_local, D, 2, f], down [E_local, f, D] -> [g, t, D]."""
         dispatcher = make_dispatcher(self.compute.dispatch, plan)
         groups, tokens, dim = x.shape
@@ -91,7 +125,12 @@ class Experts(nnx.Module):
         product = functools.partial(grouped_matmul, group_sizes=sizes, backend=self.compute.grouped_matmul)
         width = gate_up.shape[-1]
         with jax.named_scope("experts"):
-            hidden = checkpoint_name(product(rows, gate_up.reshape(gate_up.shape[0], dim, 2 * width)), "expert_gate_up")
+            first = second = None
+            if stack is not None:
+                first = stack.gate_up.reshape(*stack.gate_up.shape[:3], 2 * width), stack.layer
+                second = stack.down, stack.layer
+            hidden = product(rows, gate_up.reshape(gate_up.shape[0], dim, 2 * width), stack=first)
+            hidden = checkpoint_name(hidden, "expert_gate_up")
             hidden = gated(hidden.reshape(-1, 2, width), self.hidden_act) * row_weights[:, None].astype(hidden.dtype)
-            out = product(checkpoint_name(hidden, "expert_act"), down)
+            out = product(checkpoint_name(hidden, "expert_act"), down, stack=second)
         return dispatcher.combine(out, residuals).reshape(groups, tokens, dim)

@@ -6,6 +6,8 @@ at hand here, the backward of a gather is the gather with the inverse.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +50,9 @@ def _expand_bwd(residuals: tuple[jax.Array, jax.Array, int], ct: jax.Array) -> t
 @jax.custom_vjp
 def collect(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
     """Sum of each token's rows, the transpose of `expand`: rows [A, D], inverse [n, K] -> [n, D]."""
-    return jnp.take(rows, inverse, axis=0, mode="clip").sum(1)
+    # One gather a slot, added as they are read: gathering [n, K, D] first would write and read it once more.
+    parts = [jnp.take(rows, inverse[:, k], axis=0, mode="clip").astype(jnp.float32) for k in range(inverse.shape[1])]
+    return functools.reduce(jnp.add, parts).astype(rows.dtype)
 
 
 def _collect_fwd(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -13,6 +12,7 @@ from ernie_jax.nn.attention_kernels import AttentionMask, attend, choose_impleme
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.kv_cache import LayerCache
 from ernie_jax.nn.parameter import Initializer, normal, parameter
+from ernie_jax.nn.projection import project
 from ernie_jax.nn.rope import rotate_interleaved
 from ernie_jax.sharding import constrain, constrain_cotangent
 
@@ -68,7 +68,7 @@ class Attention(nnx.Module):
         if cache is not None:
             assert index is not None
             cache = cache.write(k, v, index)
-            k, v = cache.keys.astype(q.dtype), cache.values.astype(q.dtype)
+            k, v = (a.astype(q.dtype) for a in cache.read())
         implementation = choose_implementation(
             self.compute.attention,
             query_length=q.shape[1],
@@ -78,10 +78,10 @@ class Attention(nnx.Module):
         )
         out = attend(q, k, v, mask, implementation=implementation, chunk=self.compute.attention_chunk)
         out = checkpoint_name(constrain(out, "batch", "full_sequence", "activation_heads", None), "attn_out")
-        y = jnp.einsum("bthd,hde->bte", out, self.dtypes.cast(self.o_proj[...]))
+        y = project(out, self.dtypes.cast(self.o_proj[...]))
         y = constrain_cotangent(y, "batch", "full_sequence", "activation_embed")
         return constrain(y, "batch", "sequence", "activation_embed"), cache
 
     def _heads(self, x: jax.Array, kernel: nnx.Param, axis: str) -> jax.Array:
-        heads = jnp.einsum("bte,ehd->bthd", x, self.dtypes.cast(kernel[...]))
+        heads = project(x, self.dtypes.cast(kernel[...]))
         return constrain(heads, "batch", "full_sequence", axis, None)

@@ -1,4 +1,4 @@
-"""The key/value cache of one stack of layers. L layers, B batch, S slots, hk kv heads, d head width.
+"""The key/value cache. R repeats of a stack of layers, B batch, S slots, hk kv heads, d head width.
 
 Slots follow the order in which tokens entered; which row's slots hold real tokens is told by `segment_ids` (0 = padding or
 empty), so rows of different length share one write position.
@@ -19,16 +19,40 @@ from ernie_jax.config.segments import segments_of
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """Rotated keys and values of one layer (or, with a leading axis, of a stack)."""
+    """Rotated keys and values of a stack of layers, [R, B, S, hk, d] each, seen from one of them.
+
+    The whole stack goes from layer to layer and each writes its slots into it in place; cutting out a layer's part and putting
+    it back would copy the cache for every token.
+
+    Attributes:
+      keys, values: of all layers of the stack.
+      layer: int32, the layer that reads and writes; None between passes.
+    """
 
     keys: jax.Array
     values: jax.Array
+    layer: jax.Array | None = None
+
+    def at(self, layer: jax.Array | None) -> LayerCache:
+        """The same cache seen from another layer."""
+        return replace(self, layer=layer)
 
     def write(self, keys: jax.Array, values: jax.Array, index: jax.Array) -> LayerCache:
-        """A cache with `keys`, `values` [B, T, hk, d] at slots index .. index + T - 1."""
-        return LayerCache(
-            jax.lax.dynamic_update_slice_in_dim(self.keys, keys.astype(self.keys.dtype), index, axis=1),
-            jax.lax.dynamic_update_slice_in_dim(self.values, values.astype(self.values.dtype), index, axis=1),
+        """A cache with `keys`, `values` [B, T, hk, d] at slots index .. index + T - 1 of this layer."""
+        assert self.layer is not None
+        start = (self.layer, 0, index, 0, 0)
+        return replace(
+            self,
+            keys=jax.lax.dynamic_update_slice(self.keys, keys[None].astype(self.keys.dtype), start),
+            values=jax.lax.dynamic_update_slice(self.values, values[None].astype(self.values.dtype), start),
+        )
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B, S, hk, d] of this layer."""
+        assert self.layer is not None
+        return (
+            jax.lax.dynamic_index_in_dim(self.keys, self.layer, keepdims=False),
+            jax.lax.dynamic_index_in_dim(self.values, self.layer, keepdims=False),
         )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.nn.activation import gated
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.parameter import normal, parameter
+from ernie_jax.nn.projection import project
 from ernie_jax.sharding import constrain, constrain_cotangent
 
 
@@ -41,9 +41,9 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         x = constrain(x, "batch", "full_sequence", "activation_embed")
-        gate_up = jnp.einsum("btd,dcf->btcf", x, self.dtypes.cast(self.gate_up[...]))
+        gate_up = project(x, self.dtypes.cast(self.gate_up[...]))
         gate_up = checkpoint_name(constrain(gate_up, "batch", "full_sequence", None, "activation_mlp"), "mlp_gate_up")
         hidden = gated(gate_up, self.hidden_act)
-        out = jnp.einsum("btf,fd->btd", hidden, self.dtypes.cast(self.down[...]))
+        out = project(hidden, self.dtypes.cast(self.down[...]))
         out = constrain_cotangent(out, "batch", "full_sequence", "activation_embed")
         return constrain(out, "batch", "sequence", "activation_embed")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,8 @@ from ernie_jax.moe.dispatch.protocol import ExchangePlan
 from ernie_jax.moe.routing import Routing
 from ernie_jax.sharding import BATCH_AXES, Layout
 
-# x [g, t, D], routing [g, t, K], gate_up [E_local, D, 2, f], down [E_local, f, D], plan -> [g, t, D]
-DeviceBody = Callable[[jax.Array, Routing, jax.Array, jax.Array, ExchangePlan], jax.Array]
+# x [g, t, D], routing [g, t, K], gate_up [E_local, D, 2, f], down [E_local, f, D], their stack, plan -> [g, t, D]
+DeviceBody = Callable[[jax.Array, Routing, jax.Array, jax.Array, Any, ExchangePlan], jax.Array]
 
 
 def on_each_device(
@@ -27,6 +28,7 @@ def on_each_device(
     routing: Routing,
     gate_up: jax.Array,
     down: jax.Array,
+    stack: Any,
     layout: Layout,
     capacity_factor: float | None,
 ) -> jax.Array:
@@ -40,6 +42,7 @@ def on_each_device(
       x: [B, T, D].
       routing: [B, T, K] with entries equal to E going nowhere.
       gate_up, down: [E, D, 2, F] and [E, F, D].
+      stack: pytree with `gate_up` [R, E, D, 2, F], `down` [R, E, F, D] and scalars, or None.
       layout: mesh and rules.
       capacity_factor: the capacity that was applied to the routing, None for none; it bounds what a peer can be sent.
 
@@ -59,8 +62,8 @@ def on_each_device(
     plan = ExchangePlan(num_experts=num_experts, shards=layout.shards("expert"), bucket_rows=bucket_rows)
     sequence_sharded = "tensor" in layout.rules.mesh_axes("sequence")
 
-    def device(x: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-        y = body(x, routing, gate_up, down, plan)
+    def device(x: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, stack: Any) -> jax.Array:
+        y = body(x, routing, gate_up, down, stack, plan)
         if tensor == 1:
             return y
         # Each tensor shard holds the products of its slice of the expert width: add them, and keep only this shard's
@@ -70,19 +73,22 @@ def on_each_device(
         return jax.lax.psum(y, "tensor")
 
     rows = PartitionSpec(BATCH_AXES)
+    first, second = layout.spec(("expert", None, None, "expert_mlp")), layout.spec(("expert", "expert_mlp", None))
+    stacked = {5: PartitionSpec(None, *first), 4: PartitionSpec(None, *second), 0: PartitionSpec()}
     y = jax.shard_map(
         device,
         mesh=layout.mesh,
         in_specs=(
             rows,
             Routing(rows, rows),  # type: ignore[arg-type]
-            layout.spec(("expert", None, None, "expert_mlp")),
-            layout.spec(("expert", "expert_mlp", None)),
+            first,
+            second,
+            jax.tree.map(lambda a: stacked[a.ndim], stack),
         ),
         out_specs=PartitionSpec(BATCH_AXES, "tensor") if sequence_sharded else rows,
         # Nested in manual pipeline stages the check fails to lower; tests compare gradients with one device instead.
         check_vma=False,
-    )(x, routing, gate_up, down)
+    )(x, routing, gate_up, down, stack)
     return y if y.shape == original else y.reshape(-1, dim)[: batch * tokens].reshape(original)
 
 

@@ -38,7 +38,14 @@ ONLY_ON: dict[str, tuple[str, ...]] = {"pallas": ("gpu", "cpu"), "megablox": ("t
 AUTO: dict[str, str] = {"cpu": "blocks", "gpu": "pallas", "tpu": "megablox"}
 
 
-def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, backend: str = "auto") -> jax.Array:
+def grouped_matmul(
+    rows: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    backend: str = "auto",
+    stack: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
     """Each row times the weights of its group, accumulated in float32.
 
     Rows past the sum of `group_sizes` are spare: whatever they hold (NaN too) their outputs and their input
@@ -48,6 +55,9 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, 
       rows: [R, D], sorted by group: group e owns the rows from sum(group_sizes[:e]) to sum(group_sizes[:e + 1]).
       weights: [E, D, F], of the same dtype.
       group_sizes: [E] integers, their sum at most R.
+      stack: (all layers' weights [L, E, D, F], this layer): the values of `weights` where they are kept, in any dtype, outside
+        differentiation. `blocks` reads single experts there, so that a layer's weights are never copied as a whole; the
+        other backends take no notice.
       backend: a name of `BACKENDS`, or `auto` for the one that suits `jax.default_backend()`.
 
     Returns:
@@ -57,7 +67,8 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, 
       ValueError: an unknown backend, or one that this platform cannot run; shapes or dtypes that do not fit.
     """
     _check(rows, weights, group_sizes)
-    return _backend(backend)(rows, weights, group_sizes.astype(jnp.int32))
+    product, sizes = _backend(backend), group_sizes.astype(jnp.int32)
+    return block_product(rows, weights, sizes, stack) if product is block_product else product(rows, weights, sizes)
 
 
 def backends_on(platform: str) -> list[str]:

@@ -22,11 +22,12 @@ LOWEST, LOW, TALL_PER_LOW = 8, 64, 8
 Array = jax.Array
 
 
-def block_product(rows: Array, weights: Array, group_sizes: Array) -> Array:
-    """[R, D] rows, [E, D, F] weights, [E] sizes -> [R, F]."""
+def block_product(rows: Array, weights: Array, group_sizes: Array, stack: tuple[Array, Array] | None = None) -> Array:
+    """[R, D] rows, [E, D, F] weights, [E] sizes -> [R, F]; `stack` as in `grouped_matmul`."""
+    kept, layer = (jax.lax.stop_gradient(weights)[None], jnp.int32(0)) if stack is None else stack
     # Read here, since the backward pass may be traced where another precision is in force.
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return _product(precision, rows, weights, group_sizes)
+    return _product(precision, rows, weights, kept, layer, group_sizes)
 
 
 def block_heights(num_rows: int, num_groups: int) -> tuple[int, int]:
@@ -48,20 +49,27 @@ def block_counts(sizes: Array, heights: tuple[int, int]) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(precision: str | None, rows: Array, weights: Array, group_sizes: Array) -> Array:
-    return _rows_product(rows, weights, group_sizes, 0, precision)
+def _product(precision: str | None, rows: Array, weights: Array, kept: Array, layer: Array, group_sizes: Array) -> Array:
+    # `weights` is what the gradient is of; its values are read from `kept`, so that nothing has to make an array of them.
+    return _rows_product(rows, kept, layer, group_sizes, 0, precision)
 
 
-def _forward(precision: str | None, *operands: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _product(precision, *operands), operands
+def _forward(
+    precision: str | None, rows: Array, weights: Array, kept: Array, layer: Array, group_sizes: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    return _product(precision, rows, weights, kept, layer, group_sizes), (rows, kept, layer, group_sizes)
 
 
-def _backward(precision: str | None, saved: tuple[Array, ...], cotangent: Array) -> tuple[Array, Array, None]:
-    rows, weights, group_sizes = saved
+def _backward(
+    precision: str | None, saved: tuple[Array, ...], cotangent: Array
+) -> tuple[Array, Array, None, None, None]:
+    rows, kept, layer, group_sizes = saved
     # Two loops rather than one: where only one gradient is wanted, the compiler drops the other loop.
     return (
-        _rows_product(cotangent, weights, group_sizes, 1, precision),
+        _rows_product(cotangent, kept, layer, group_sizes, 1, precision),
         _weights_product(rows, cotangent, group_sizes, precision),
+        None,
+        None,
         None,
     )
 
@@ -69,16 +77,17 @@ def _backward(precision: str | None, saved: tuple[Array, ...], cotangent: Array)
 _product.defvjp(_forward, _backward)
 
 
-def _rows_product(rows: Array, weights: Array, sizes: Array, contract: int, precision: str | None) -> Array:
-    """Rows times W (contract 0) or W transposed (contract 1), zero in spare rows."""
-    dtype, num_rows = rows.dtype, rows.shape[0]
-    rows, weights = _as_bits(rows), _as_bits(weights)
-    out = jnp.zeros((num_rows, weights.shape[2 - contract]), rows.dtype)
+def _rows_product(rows: Array, kept: Array, layer: Array, sizes: Array, contract: int, precision: str | None) -> Array:
+    """Rows times W (contract 0) or W transposed (contract 1), zero in spare rows; W of group e is kept[layer, e]."""
+    dtype, kept_dtype, num_rows = rows.dtype, kept.dtype, rows.shape[0]
+    rows, kept = _as_bits(rows), _as_bits(kept)
+    out = jnp.zeros((num_rows, kept.shape[3 - contract]), rows.dtype)
     if out.size == 0 or sizes.size == 0:
         return _as_floats(out, dtype)
 
     def group(expert: Array, start: Array, size: Array, out: Array) -> Array:
-        weight = _as_floats(jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False), dtype)
+        weight = jax.lax.dynamic_slice(kept, (layer, expert, 0, 0), (1, 1, *kept.shape[2:])).reshape(kept.shape[2:])
+        weight = _as_floats(weight, kept_dtype).astype(dtype)
 
         def block(top: Array, index: Array, first: Array, out: Array) -> Array:
             x = _as_floats(jax.lax.dynamic_slice_in_dim(rows, top, index.size), dtype)
