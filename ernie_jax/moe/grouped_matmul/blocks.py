@@ -15,6 +15,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from ernie_jax.moe.grouped_matmul.few_rows import few_rows_product, is_few
+
 # Below 64 rows a product spends more time packing the weights than multiplying, above 512 it gains nothing more (measured
 # at widths of 256 and 512 on CPU).
 LOWEST, LOW, TALL_PER_LOW = 8, 64, 8
@@ -51,6 +53,8 @@ def block_counts(sizes: Array, heights: tuple[int, int]) -> tuple[Array, Array]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(precision: str | None, rows: Array, weights: Array, kept: Array, layer: Array, group_sizes: Array) -> Array:
     # `weights` is what the gradient is of; its values are read from `kept`, so that nothing has to make an array of them.
+    if kept.size and is_few(rows.shape[0], group_sizes.size):
+        return few_rows_product(rows, kept, layer, group_sizes)
     return _rows_product(rows, kept, layer, group_sizes, 0, precision)
 
 
