@@ -72,7 +72,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, context: Context, cache: LayerCache | None, stack: ExpertStack | None, collect: Collect
     ) -> tuple[jax.Array, LayerCache | None, RouterOutput | None]:
-        """[B, T, D] -> ([B, T, D], the cache, what the router did or None for a dense layer); `stack` holds the experts in place."""
+        """[B, T, D] -> ([B, T, D], the cache, what the router did or None for a dense layer); `stack`: experts in place."""
         with jax.named_scope("attention"):
             attended, cache = self.attention(self.input_norm(x), context.rope, context.mask, cache, context.index)
             x = x + attended

@@ -19,7 +19,7 @@ from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.parameter import normal, parameter
 from ernie_jax.sharding import current_layout
 
-
+# What the backward pass of `remat="none"` keeps: the rest is cheaper to compute again than to write and read.
 _KEEP = jax.checkpoint_policies.save_only_these_names("expert_gate_up", "expert_sort", "expert_received")
 
 
@@ -44,6 +44,11 @@ class ExpertStack:
     def at(self, layer: jax.Array) -> ExpertStack:
         """The same weights for another layer."""
         return replace(self, layer=layer)
+
+    def operands(self) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+        """What `grouped_matmul` takes as its `stack`: of gate_up as [R, E, D, 2 F], and of down."""
+        assert self.layer is not None
+        return (self.gate_up.reshape(*self.gate_up.shape[:3], -1), self.layer), (self.down, self.layer)
 
 
 class Experts(nnx.Module):
@@ -106,7 +111,6 @@ class Experts(nnx.Module):
         layout = current_layout()
         on_device = self._on_device
         if self.compute.remat == "none":
-            # What is cheaper to compute again than to keep: rows gathered from tokens, and the activation.
             on_device = jax.checkpoint(on_device, static_argnums=5, prevent_cse=False, policy=_KEEP)
         if layout is None or layout.mesh.size == 1:
             return on_device(x, routing, gate_up, down, stack, ExchangePlan(num_experts=self.num_experts, shards=1))
@@ -125,10 +129,7 @@ class Experts(nnx.Module):
         product = functools.partial(grouped_matmul, group_sizes=sizes, backend=self.compute.grouped_matmul)
         width = gate_up.shape[-1]
         with jax.named_scope("experts"):
-            first = second = None
-            if stack is not None:
-                first = stack.gate_up.reshape(*stack.gate_up.shape[:3], 2 * width), stack.layer
-                second = stack.down, stack.layer
+            first, second = (None, None) if stack is None else stack.operands()
             hidden = product(rows, gate_up.reshape(gate_up.shape[0], dim, 2 * width), stack=first)
             hidden = checkpoint_name(hidden, "expert_gate_up")
             hidden = gated(hidden.reshape(-1, 2, width), self.hidden_act) * row_weights[:, None].astype(hidden.dtype)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benches.interleaved import interleave, median_ratio
 from benches.provenance import provenance
-from ernie_jax.moe.grouped_matmul import AUTO, BACKENDS, grouped_matmul
+from ernie_jax.moe.grouped_matmul import AUTO, backends_on, grouped_matmul
 
 SKEWS: dict[str, Callable[[int], np.ndarray]] = {
     "uniform": lambda experts: np.full(experts, 1 / experts),
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     calls = _calls(args, num_rows, jnp.asarray(sizes, jnp.int32))
     rounds = {default: _measure(console, {DENSE: calls[DENSE], default: calls[default]}, args.repeats, args.max_seconds)}
     if args.all_backends:
-        for name in BACKENDS.keys() - {default}:
+        for name in set(backends_on(jax.default_backend())) - {default}:
             rounds[name] = _measure(console, {DENSE: calls[DENSE], name: calls[name]}, 1)
     ratios = {name: round(median_ratio(r, name, DENSE), 3) for name, r in rounds.items()}
     seconds = {name: statistics.median(r[name] for r in measured) for name, measured in rounds.items()}
@@ -126,7 +126,7 @@ def _calls(args: argparse.Namespace, num_rows: int, sizes: jax.Array) -> dict[st
 
     dense_step = jax.jit(functools.partial(forward_and_backward, jnp.matmul))
     calls: dict[str, Callable[[], object]] = {DENSE: functools.partial(dense_step, dense)}
-    for name in BACKENDS:
+    for name in backends_on(jax.default_backend()):
         calls[name] = functools.partial(jax.jit(functools.partial(grouped_step, backend=name)), grouped, sizes)
     return calls
 

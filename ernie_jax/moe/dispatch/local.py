@@ -16,7 +16,7 @@ from ernie_jax.moe.routing import Routing
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LocalResiduals:
-    """What brings results back: the sort [n K], its inverse [n, K], and the mixing weights [n, K], None where the rows have them."""
+    """What brings results back: the sort [n K], its inverse [n, K], and the mixing weights [n, K] (None once taken)."""
 
     order: jax.Array
     inverse: jax.Array

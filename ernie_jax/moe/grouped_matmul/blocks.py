@@ -64,9 +64,7 @@ def _forward(
     return _product(precision, rows, weights, kept, layer, group_sizes), (rows, kept, layer, group_sizes)
 
 
-def _backward(
-    precision: str | None, saved: tuple[Array, ...], cotangent: Array
-) -> tuple[Array, Array, None, None, None]:
+def _backward(precision: str | None, saved: tuple[Array, ...], cotangent: Array) -> tuple[Array, Array, None, None, None]:
     rows, kept, layer, group_sizes = saved
     # Two loops rather than one: where only one gradient is wanted, the compiler drops the other loop.
     return (

@@ -103,7 +103,7 @@ def _backward(chunk: int, saved: _Saved, ct: jax.Array) -> tuple[jax.Array, jax.
 
         zero = jnp.zeros((*k_shape[:-2], k_shape[-1], k_shape[-2]), jnp.float32)
         d_q, d_k, d_v = jax.lax.fori_loop(0, visits.length[j], add, (d_q, zero, zero))
-        return d_q, tuple(jnp.swapaxes(d, -1, -2).astype(k.dtype) for d in (d_k, d_v))
+        return d_q, (jnp.swapaxes(d_k, -1, -2).astype(k.dtype), jnp.swapaxes(d_v, -1, -2).astype(v.dtype))
 
     d_q, (d_k, d_v) = jax.lax.scan(key_tile, jnp.zeros(tiles.q.shape, jnp.float32), jnp.arange(tiles.k.shape[0]))
     return (
