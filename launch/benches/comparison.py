@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benches import rival
-from benches.fake_devices import fake_devices
+from benches.fake_devices import fake_devices, fast_environment
 from benches.load import busy_seconds, other_cores
 from benches.workers import Worker, take_turns
 
@@ -121,7 +121,8 @@ def measure(
         workers: dict[str, Worker] = {}
         for name, side in sides.items():
             with _status(console, f"starting {name}"):
-                workers[name] = stack.enter_context(Worker(side.factory, side.options, environment=side.environment))
+                environment = fast_environment() | dict(side.environment)
+                workers[name] = stack.enter_context(Worker(side.factory, side.options, environment=environment))
         for name, worker in workers.items():
             with _status(console, f"warming up {name}"):
                 for _ in range(WARM_UP):
