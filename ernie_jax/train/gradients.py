@@ -86,7 +86,7 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
         values = trained_values(run, state.params)
         totals = _totals(batch, run.accumulate)
         with use_layout(layout):
-            parts = split_microbatches(batch, run.accumulate)
+            parts = split_microbatches(_after(totals, batch), run.accumulate)
         if count_first:
             with jax.named_scope("count_choices"):
                 totals = _with_choices(totals, model_of(values), parts)
@@ -112,6 +112,15 @@ def _totals(batch: Batch, accumulate: int) -> StepTotals:
         tokens=jnp.sum(batch["segment_ids"] != 0, dtype=jnp.float32),
         share=jnp.float32(1.0 / accumulate),
     )
+
+
+def _after(totals: StepTotals, batch: Batch) -> Batch:
+    """The same batch, but known only once the totals are.
+
+    XLA:CPU keeps no order between a sum over devices and a loop that has such sums inside when neither needs the other: devices
+    that begin with different ones wait for each other for ever. A choice that is always the same is a need it cannot remove.
+    """
+    return {name: jnp.where(totals.tokens >= 0, values, 0) for name, values in batch.items()}
 
 
 def _with_choices(totals: StepTotals, model: TextModel, parts: Batch) -> StepTotals:

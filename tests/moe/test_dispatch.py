@@ -42,12 +42,15 @@ def scale_by_expert(rows, sizes, first):
     return jnp.where((expert < sizes.shape[0])[:, None], rows * (first + expert + 1.0)[:, None], jnp.nan)
 
 
-def through(dispatcher, x, index, weights):
-    """x [N, D] over four expert shards through a dispatcher and the stand-in experts."""
+def through(dispatcher, x, index, weights, weigh_rows=False):
+    """x [N, D] over four expert shards through a dispatcher and the stand-in experts, which may weigh the rows themselves."""
     mesh = make_mesh(expert=4, devices=jax.devices()[:4])
 
     def body(x, index, weights):
         rows, sizes, residuals = dispatcher.dispatch(x, Routing(index, weights))
+        if weigh_rows:
+            row_weights, residuals = residuals.take_weights()
+            rows = rows * row_weights[:, None]
         first = jax.lax.axis_index("expert") * (EXPERTS // 4)
         out = scale_by_expert(rows, sizes, first)
         # The spare rows of a real product are zero, never NaN; here NaN shows that the way back does not read them
@@ -67,9 +70,10 @@ DISPATCHERS = {
 KINDS = ("uniform", "first expert", "last shard", "one shard sends nothing", "one expert a shard unused")
 
 
+@pytest.mark.parametrize("weigh_rows", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", DISPATCHERS)
-def test_value_and_gradients(name, kind):
+def test_value_and_gradients(name, kind, weigh_rows):
     """Case 12 at the level of the exchange: every token comes back with the sum over its experts, under any skew."""
     index, weights = routing_of(kind)
     x = np.random.default_rng(1).normal(size=(4 * TOKENS, DIM)).astype(np.float32)
@@ -80,7 +84,7 @@ def test_value_and_gradients(name, kind):
         return jnp.sum(x * factor[:, None] * probe)
 
     def actual(x, weights):
-        return jnp.sum(through(DISPATCHERS[name](), x, index, weights) * probe)
+        return jnp.sum(through(DISPATCHERS[name](), x, index, weights, weigh_rows) * probe)
 
     value, gradients = jax.jit(jax.value_and_grad(actual, (0, 1)))(x, weights)
     oracle, oracle_gradients = jax.value_and_grad(expected, (0, 1))(x, weights)

@@ -62,6 +62,21 @@ def test_the_norm_that_clips_is_global_over_shards_and_groups():
     np.testing.assert_allclose(state.mu["experts/down"] / 0.1, expert_grads / 12.0, rtol=1e-5)
 
 
+def test_an_update_needs_no_copies_and_a_skipped_one_changes_nothing():
+    values = {path: jnp.ones((256, 1024)) for path in ("a/kernel", "b/kernel")}
+    adam = make_adamw(OptimizerConfig(), list(values))
+    # Donated buffers are taken in the order of the results: values, then state.
+    update = jax.jit(lambda g, v, s, rate, finite: adam.update(g, s, v, rate, finite), donate_argnums=(1, 2))
+    args = (values, values, adam.init(values), jnp.float32(0.1), jnp.bool_(True))
+    # The moments and values are overwritten where they are: one buffer more would be 1 MiB.
+    assert update.lower(*args).compile().memory_analysis().temp_size_in_bytes < 2**16
+    bad = {path: v.at[0, 0].set(jnp.nan) for path, v in values.items()}
+    state = adam.update(values, adam.init(values), values, jnp.float32(0.1))[1]
+    kept, after = jax.jit(adam.update)(bad, state, values, jnp.float32(0.1), jnp.bool_(False))
+    for a, b in zip(jax.tree.leaves((kept, after)), jax.tree.leaves((values, state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_orthogonal_steps_make_the_rows_orthogonal_and_touch_nothing_else(groups):
     gate = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 32)), jnp.float32)
