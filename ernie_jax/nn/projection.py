@@ -6,6 +6,8 @@ import functools
 
 import jax
 
+from ernie_jax.nn.precision import matmul_precision
+
 Array = jax.Array
 
 
@@ -15,8 +17,7 @@ def project(x: Array, kernel: Array) -> Array:
     The gradient of the kernel is written as tokens contracted with tokens, in the kernel's own order of axes: the transpose rule
     of a dot product makes it the other way round, and on CPU the larger factor is turned before it and the result after.
     """
-    # Read here, since the backward pass may be traced where another precision is in force.
-    return _product(jax.config.jax_default_matmul_precision, x, kernel)  # type: ignore[attr-defined]
+    return _product(matmul_precision(), x, kernel)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

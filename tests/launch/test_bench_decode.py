@@ -1,7 +1,6 @@
 """`launch/bench.py decode` as a user runs it, at toy sizes: what it reports, not how fast it is."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -27,25 +26,12 @@ SIZES = {
 }
 SMALL = [f"--{name}={size}" for name, size in SIZES.items()]
 
+# For the fixture `refused`.
+COMMAND = ["decode", *SMALL]
+
 
 def bench(*arguments):
     return subprocess.run([sys.executable, SCRIPT, "decode", *arguments], capture_output=True, text=True, timeout=240)
-
-
-@pytest.fixture
-def refused(monkeypatch, capsys):
-    """The message a command line is refused with, before anything is printed: in this process, for nothing is started."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-
-    def message(*arguments):
-        with pytest.raises(SystemExit) as left:
-            runpy.run_path(str(SCRIPT))["main"](["decode", *SMALL, *map(str, arguments)])
-        assert left.value.code == 2
-        printed = capsys.readouterr()
-        assert not printed.out
-        return " ".join(printed.err.split())
-
-    return message
 
 
 def test_the_last_line_is_the_result_and_its_figures_agree():

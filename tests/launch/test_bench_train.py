@@ -2,7 +2,6 @@
 
 import json
 import math
-import runpy
 import subprocess
 import sys
 import tomllib
@@ -27,25 +26,12 @@ SIZES = {
 }
 SMALL = [f"--{name}={size}" for name, size in SIZES.items()]
 
+# For the fixture `refused`.
+COMMAND = ["train", *SMALL]
+
 
 def bench(*arguments):
     return subprocess.run([sys.executable, SCRIPT, "train", *arguments], capture_output=True, text=True, timeout=240)
-
-
-@pytest.fixture
-def refused(monkeypatch, capsys):
-    """The message a command line is refused with, before anything is printed: in this process, for nothing is started."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-
-    def message(*arguments):
-        with pytest.raises(SystemExit) as left:
-            runpy.run_path(str(SCRIPT))["main"](["train", *SMALL, *map(str, arguments)])
-        assert left.value.code == 2
-        printed = capsys.readouterr()
-        assert not printed.out
-        return " ".join(printed.err.split())
-
-    return message
 
 
 @pytest.fixture(scope="module")

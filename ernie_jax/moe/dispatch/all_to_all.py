@@ -7,6 +7,7 @@ capacity a bucket has n rows, enough for the worst skew, so nothing is dropped; 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ class ExchangeResiduals:
     slot: jax.Array
     needed: jax.Array
 
-    def take_weights(self) -> tuple[jax.Array, ExchangeResiduals]:
+    def take_weights(self) -> tuple[jax.Array, Self]:
         """See `Residuals`."""
         weights, local = self.local.take_weights()
         return weights, replace(self, local=local)

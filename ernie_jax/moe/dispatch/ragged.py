@@ -7,14 +7,15 @@ are tested everywhere, with a stand-in exchange that copies by them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ernie_jax.moe.dispatch.all_to_all import ExchangeResiduals
 from ernie_jax.moe.dispatch.buckets import collect_slots, fill_slots, rows_for_peers, slots_for_peers, tokens_of_slots
-from ernie_jax.moe.dispatch.local import LocalDispatcher, LocalResiduals
+from ernie_jax.moe.dispatch.local import LocalDispatcher
 from ernie_jax.moe.dispatch.protocol import ExchangePlan
 from ernie_jax.moe.routing import Routing
 
@@ -81,19 +82,10 @@ def gathered_exchange(rows: jax.Array, output: jax.Array, offsets: RaggedOffsets
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class RaggedResiduals:
-    """The way back: local sort, sender's places, and the table of counts."""
+class RaggedResiduals(ExchangeResiduals):
+    """The way back: that of a fixed exchange, and the table of counts."""
 
-    local: LocalResiduals
-    token: jax.Array
-    slot: jax.Array
-    needed: jax.Array
     counts: jax.Array
-
-    def take_weights(self) -> tuple[jax.Array, RaggedResiduals]:
-        """See `Residuals`."""
-        weights, local = self.local.take_weights()
-        return weights, replace(self, local=local)
 
 
 @dataclass(frozen=True)

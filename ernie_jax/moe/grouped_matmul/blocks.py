@@ -15,7 +15,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from ernie_jax.moe.grouped_matmul.contraction import contract
 from ernie_jax.moe.grouped_matmul.few_rows import few_rows_product, is_few
+from ernie_jax.moe.grouped_matmul.groups import group_ends
+from ernie_jax.nn.precision import matmul_precision
 
 # Below 64 rows a product spends more time packing the weights than multiplying, above 512 it gains nothing more (measured
 # at widths of 256 and 512 on CPU).
@@ -27,9 +30,7 @@ Array = jax.Array
 def block_product(rows: Array, weights: Array, group_sizes: Array, stack: tuple[Array, Array] | None = None) -> Array:
     """[R, D] rows, [E, D, F] weights, [E] sizes -> [R, F]; `stack` as in `grouped_matmul`."""
     kept, layer = (jax.lax.stop_gradient(weights)[None], jnp.int32(0)) if stack is None else stack
-    # Read here, since the backward pass may be traced where another precision is in force.
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return _product(precision, rows, weights, kept, layer, group_sizes)
+    return _product(matmul_precision(), rows, weights, kept, layer, group_sizes)
 
 
 def block_heights(num_rows: int, num_groups: int) -> tuple[int, int]:
@@ -79,11 +80,11 @@ def _backward(precision: str | None, saved: tuple[Array, ...], cotangent: Array)
 _product.defvjp(_forward, _backward)
 
 
-def _rows_product(rows: Array, kept: Array, layer: Array, sizes: Array, contract: int, precision: str | None) -> Array:
-    """Rows times W (contract 0) or W transposed (contract 1), zero in spare rows; W of group e is kept[layer, e]."""
+def _rows_product(rows: Array, kept: Array, layer: Array, sizes: Array, side: int, precision: str | None) -> Array:
+    """Rows times W (side 0) or W transposed (side 1), zero in spare rows; W of group e is kept[layer, e]."""
     dtype, kept_dtype, num_rows = rows.dtype, kept.dtype, rows.shape[0]
     rows, kept = _as_bits(rows), _as_bits(kept)
-    out = jnp.zeros((num_rows, kept.shape[3 - contract]), rows.dtype)
+    out = jnp.zeros((num_rows, kept.shape[3 - side]), rows.dtype)
     if out.size == 0 or sizes.size == 0:
         return _as_floats(out, dtype)
 
@@ -93,7 +94,7 @@ def _rows_product(rows: Array, kept: Array, layer: Array, sizes: Array, contract
 
         def block(top: Array, index: Array, first: Array, out: Array) -> Array:
             x = _as_floats(jax.lax.dynamic_slice_in_dim(rows, top, index.size), dtype)
-            y = _matmul(x, weight, (1, contract), precision).astype(dtype)
+            y = contract(x, weight, (1, side), precision).astype(dtype)
             # Rows above `first` are finished and stay. Rows past the group's end are zeroed: the next group, which comes
             # later, writes its own over them.
             old = jax.lax.dynamic_slice_in_dim(out, top, index.size)
@@ -118,17 +119,12 @@ def _weights_product(rows: Array, cotangent: Array, sizes: Array, precision: str
             own = (index >= first) & (index < start + size)
             # Both factors are replaced: zero times the NaN of a spare row would be NaN.
             x, dy = (jnp.where(own, jax.lax.dynamic_slice_in_dim(a, top, index.size), 0) for a in factors)
-            return total + _matmul(_as_floats(x, dtype), _as_floats(dy, dtype), (0, 0), precision)
+            return total + contract(_as_floats(x, dtype), _as_floats(dy, dtype), (0, 0), precision)
 
         total = _for_blocks(start, size, num_rows, sizes.size, block, jnp.zeros(width, jnp.float32))
         return jax.lax.dynamic_update_index_in_dim(out, _as_bits(total.astype(dtype)), expert, 0)
 
     return _as_floats(_for_groups(sizes, group, out), dtype)
-
-
-def _matmul(a: Array, b: Array, contract: tuple[int, int], precision: str | None) -> Array:
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _as_bits(x: Array) -> Array:
@@ -146,11 +142,10 @@ def _as_floats(x: Array, dtype: jnp.dtype) -> Array:
 
 def _for_groups(sizes: Array, body: Callable[[Array, Array, Array, Array], Array], carry: Array) -> Array:
     """`body(group, start, size, carry)` over the groups that have rows, in ascending order."""
-    # Sums over [E, E] masks stand for cumsum and nonzero: as cheap at these sizes, and much less for XLA to compile.
-    index = jnp.arange(sizes.size)
-    starts = jnp.where(index < index[:, None], sizes, 0).sum(axis=1)
-    before = ((index <= index[:, None]) & (sizes > 0)).sum(axis=1)  # groups with rows, up to and with this one
-    active = (before <= index[:, None]).sum(axis=1)  # the i-th group with rows
+    starts = group_ends(sizes) - sizes
+    before = group_ends((sizes > 0).astype(jnp.int32))  # groups with rows, up to and with this one
+    # The i-th group with rows; a sum over a mask for the reason given in `group_ends`.
+    active = (before <= jnp.arange(sizes.size)[:, None]).sum(axis=1)
 
     def step(i: Array, carry: Array) -> Array:
         e = active[i]

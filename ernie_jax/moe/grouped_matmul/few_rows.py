@@ -8,6 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ernie_jax.moe.grouped_matmul.groups import group_ends
+
 Array = jax.Array
 
 
@@ -27,7 +29,7 @@ def few_rows_product(rows: Array, kept: Array, layer: Array, group_sizes: Array)
     from memory to registers; accumulated in float32.
     """
     num_layers, num_groups, depth, width = kept.shape
-    ends = jnp.cumsum(group_sizes)
+    ends = group_ends(group_sizes)
     expert = (jnp.arange(rows.shape[0])[:, None] >= ends).sum(axis=1)
     # bfloat16 as integers: of a look-up of bfloat16 XLA:CPU makes a conversion of all weights first.
     bits = kept.dtype == jnp.bfloat16

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 
+from ernie_jax.nn.precision import matmul_precision
+
 # Rows, contracted entries and columns of a tile: 128 is the height and width of the matrix unit; larger ones read less.
 SMALLEST, LARGEST = 128, 512
 
@@ -30,9 +32,7 @@ def megablox_product(rows: Array, weights: Array, group_sizes: Array) -> Array:
     # in the transpose of the last line, nothing of a spare row or of its cotangent gets in or out.
     used = (jnp.arange(num_rows) < group_sizes.sum())[:, None]
     padded = jnp.pad(jnp.where(used, rows, 0), ((0, -num_rows % _side(num_rows)), (0, 0)))
-    # Read here, since the backward pass may be traced where another precision is in force.
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return jnp.where(used, _product(precision, padded, weights, group_sizes)[:num_rows], 0)
+    return jnp.where(used, _product(matmul_precision(), padded, weights, group_sizes)[:num_rows], 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

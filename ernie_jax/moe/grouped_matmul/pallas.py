@@ -23,6 +23,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from ernie_jax.moe.grouped_matmul.contraction import contract
+from ernie_jax.moe.grouped_matmul.groups import group_ends
+from ernie_jax.nn.precision import matmul_precision
+
 # Triton's matrix products want at least 16 in each direction. Tiles of 128 x 128 outputs and 128 bytes of depth keep three
 # stages of loads within 100 KiB of shared memory, which all GPUs since Ampere have.
 SMALLEST, LARGEST, DEPTH_BYTES, STAGES = 16, 128, 128, 3
@@ -34,9 +38,7 @@ Ref = Any
 
 def pallas_product(rows: Array, weights: Array, group_sizes: Array) -> Array:
     """[R, D] rows, [E, D, F] weights, [E] sizes -> [R, F]."""
-    # Read here, since the backward pass may be traced where another precision is in force.
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return _product(precision, rows, weights, group_sizes)
+    return _product(matmul_precision(), rows, weights, group_sizes)
 
 
 class RowTiles(NamedTuple):
@@ -58,8 +60,8 @@ class RowTiles(NamedTuple):
         """Tiles of at most `height` rows over all `num_rows` rows."""
         num_groups = sizes.size
         sizes = jnp.append(sizes, num_rows - sizes.sum())
-        ends, counts = _ends(sizes), -(-sizes // height)
-        tile_ends = _ends(counts)
+        ends, counts = group_ends(sizes), -(-sizes // height)
+        tile_ends = group_ends(counts)
         index = jnp.arange(most_tiles(num_rows, num_groups + 1, height), dtype=jnp.int32)
         group = (tile_ends <= index[:, None]).sum(axis=1, dtype=jnp.int32)
         busy, needed, group = group < num_groups, group <= num_groups, jnp.minimum(group, num_groups)
@@ -73,12 +75,6 @@ class RowTiles(NamedTuple):
 def most_tiles(num_rows: int, num_groups: int, height: int) -> int:
     """The most tiles that any sizes of `num_groups` groups, R in all, can need: each group fills all of its tiles but one."""
     return (num_rows + num_groups * (height - 1)) // height
-
-
-def _ends(sizes: Array) -> Array:
-    """Running sum: one reduction over a mask, where a scan would be several kernels on a GPU."""
-    index = jnp.arange(sizes.size)
-    return jnp.where(index <= index[:, None], sizes, 0).sum(axis=1)
 
 
 class _Tile(NamedTuple):
@@ -123,16 +119,16 @@ def _backward(precision: str | None, saved: tuple[Array, ...], cotangent: Array)
 _product.defvjp(_forward, _backward)
 
 
-def _rows_product(rows: Array, weights: Array, sizes: Array, contract: int, precision: str | None) -> Array:
-    """Rows times W (contract 0) or W transposed (contract 1), zero in spare rows."""
-    (num_rows, inner), outer = rows.shape, weights.shape[2 - contract]
+def _rows_product(rows: Array, weights: Array, sizes: Array, side: int, precision: str | None) -> Array:
+    """Rows times W (side 0) or W transposed (side 1), zero in spare rows."""
+    (num_rows, inner), outer = rows.shape, weights.shape[2 - side]
     if num_rows == 0 or outer == 0 or inner == 0 or sizes.size == 0:
         return jnp.zeros((num_rows, outer), rows.dtype)
     tile = _Tile(_side(num_rows // sizes.size), _side(outer), _depth(inner, rows.dtype))
     tiles = RowTiles.cut(sizes, num_rows, tile.height)
     # One grid dimension, columns fastest: programs that run together share their rows, and few groups' weights.
     grid = tiles.group.size * pl.cdiv(outer, tile.width)
-    kernel = functools.partial(_rows_kernel, tile=tile, contract=contract, precision=precision)
+    kernel = functools.partial(_rows_kernel, tile=tile, side=side, precision=precision)
     return _call(kernel, grid, (num_rows, outer), tile, *tiles, rows, weights)
 
 
@@ -146,7 +142,7 @@ def _rows_kernel(
     out_ref: Ref,
     *,
     tile: _Tile,
-    contract: int,
+    side: int,
     precision: str | None,
 ) -> None:
     """One tile's rows times N columns of its group's weights."""
@@ -161,11 +157,11 @@ def _rows_kernel(
         top = k * tile.depth
         deep = _inside(top, tile.depth, inner)
         x = _load(rows_ref.at[pl.ds(first, tile.height), pl.ds(top, tile.depth)], own, deep)
-        if contract == 0:
+        if side == 0:
             w = _load(weights_ref.at[group, pl.ds(top, tile.depth), pl.ds(left, tile.width)], deep, column)
         else:
             w = _load(weights_ref.at[group, pl.ds(left, tile.width), pl.ds(top, tile.depth)], column, deep)
-        return total + _matmul(x, w, (1, contract), precision)
+        return total + contract(x, w, (1, side), precision)
 
     # A product, for Triton gets the type of a choice between two constants wrong.
     steps = busy_ref[row_tile] * pl.cdiv(inner, tile.depth)
@@ -180,7 +176,7 @@ def _weights_product(rows: Array, cotangent: Array, sizes: Array, precision: str
     if num_rows == 0 or 0 in shape:
         return jnp.zeros(shape, rows.dtype)
     tile = _Tile(_side(shape[1]), _side(shape[2]), _depth(num_rows // sizes.size, rows.dtype))
-    ends = _ends(sizes)
+    ends = group_ends(sizes)
     grid = sizes.size * pl.cdiv(shape[1], tile.height) * pl.cdiv(shape[2], tile.width)
     kernel = functools.partial(_weights_kernel, tile=tile, precision=precision)
     return _call(kernel, grid, shape, tile, ends - sizes, ends, rows, cotangent)
@@ -204,7 +200,7 @@ def _weights_kernel(
         own = _inside(top, tile.depth, end)
         x = _load(rows_ref.at[pl.ds(top, tile.depth), pl.ds(above, tile.height)], own, line)
         dy = _load(cotangent_ref.at[pl.ds(top, tile.depth), pl.ds(left, tile.width)], own, column)
-        return total + _matmul(x, dy, (0, 0), precision)
+        return total + contract(x, dy, (0, 0), precision)
 
     steps = jax.lax.div(end - first + tile.depth - 1, tile.depth)
     total = jax.lax.fori_loop(0, steps, step, jnp.zeros((tile.height, tile.width), jnp.float32))
@@ -229,8 +225,3 @@ def _inside(start: Array, size: int, end: Array | int) -> Array:
 def _load(ref: Ref, first: Array, second: Array) -> Array:
     """The block [first, second] of a reference, zero outside the masks of its two directions."""
     return triton.load(ref, mask=first[:, None] & second[None], other=0)
-
-
-def _matmul(a: Array, b: Array, contract: tuple[int, int], precision: str | None) -> Array:
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
