@@ -59,7 +59,7 @@ def hub_tensors(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> dic
       shapes: shape of each of its variables, by path.
 
     Raises:
-      ValueError: a class of models without a table, a variable without a row.
+      ValueError: a variable without a row.
     """
     rows = table_of(config)
     found: dict[str, list[tuple[Row, Block, tuple[int, ...]]]] = defaultdict(list)

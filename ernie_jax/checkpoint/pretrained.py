@@ -19,6 +19,7 @@ from ernie_jax.checkpoint.extra_tensors import ExtraTensors, is_mtp
 from ernie_jax.checkpoint.hub_tensors import Block, Region, hub_tensors
 from ernie_jax.checkpoint.mismatch import check_fit
 from ernie_jax.checkpoint.placement import assemble, row_runs
+from ernie_jax.checkpoint.table import ALSO_STORED_AS
 from ernie_jax.checkpoint.weight_files import WeightFiles
 from ernie_jax.config import ComputeConfig, ModelConfig, config_from_hf
 from ernie_jax.config.nearest import did_you_mean
@@ -63,6 +64,7 @@ def load_pretrained(
         raise ValueError(f"mtp={mtp!r}; expected 'drop' or 'keep'")
     options = _compute_config(dtype, compute)
     with WeightFiles(folder) as files:
+        files.rename(ALSO_STORED_AS)
         extra = _set_aside_mtp(files, mtp)
         config = _config(files)
         layout = None if mesh is None else make_layout(mesh, config, rules)

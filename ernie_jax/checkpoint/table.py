@@ -2,7 +2,7 @@
 
 D hidden size, V vocabulary, h heads, d head width, F width of an MLP or expert, E experts.
 
-`{layer}`, `{expert}` and `{vision_expert}` in a published name run over the dimension of our array with that name; which number
+`{layer}`, `{expert}`, `{vision_expert}` and `{block}` (of the vision tower) in a published name run over the dimension of our array with that name; which number
 stands for which place is `NUMBERING`. Rows whose path a model does not have do not apply to it, so a table covers every shape of
 its class.
 """
@@ -47,6 +47,7 @@ NUMBERING: Mapping[str, Callable[[int, ModelConfig, Stack | None], int]] = {
     "expert": lambda place, config, stack: place,
     # One published list holds both modalities: text experts first.
     "vision_expert": lambda place, config, stack: place + _num_experts(config),
+    "block": lambda place, config, stack: place,
 }
 
 
@@ -98,14 +99,58 @@ TEXT: tuple[Row, ...] = (
 )
 
 
-def table_of(config: ModelConfig) -> tuple[Row, ...]:
-    """The rows for a model of this shape.
+_BLOCK = "model.vision_model.blocks.{block}."
+_OUR_BLOCK = "vision_tower/blocks/"
 
-    Raises:
-      ValueError: a class of models without a table.
-    """
-    if config.vision is not None or config.mrope_section is not None:
-        raise ValueError(
-            "vision-language checkpoints cannot be converted yet; expected a text model (model_type ernie4_5 or ernie4_5_moe)"
-        )
-    return TEXT
+
+def _linear(hub: str, ours: str, index: str = "") -> tuple[Row, ...]:
+    """The rows of a linear layer, stored [outputs, inputs] there and [inputs, outputs] here, and of its bias."""
+    return (
+        Row(f"{hub}.weight", f"{ours}/kernel", f"O I -> {index} I O"),
+        Row(f"{hub}.bias", f"{ours}/bias", f"O -> {index} O"),
+    )
+
+
+def _layer_norm(hub: str, ours: str, index: str = "") -> tuple[Row, ...]:
+    axes = f"D -> {index} D"
+    return Row(f"{hub}.weight", f"{ours}/scale", axes), Row(f"{hub}.bias", f"{ours}/bias", axes)
+
+
+def _projection(hub: str, ours: str) -> tuple[Row, ...]:
+    """A projection of the resampler, whose parts the files number; 1 is the activation."""
+    return (*_linear(f"{hub}.0", f"{ours}/fc1"), *_linear(f"{hub}.2", f"{ours}/fc2"), *_layer_norm(f"{hub}.3", f"{ours}/norm"))
+
+
+VISION: tuple[Row, ...] = (
+    Row("model.vision_model.patch_embed.proj.weight", "vision_tower/patch_embed/kernel", "O I -> I O"),
+    *_layer_norm(f"{_BLOCK}norm1", f"{_OUR_BLOCK}norm1", "block"),
+    *_linear(f"{_BLOCK}attn.qkv", f"{_OUR_BLOCK}qkv", "block"),
+    *_linear(f"{_BLOCK}attn.proj", f"{_OUR_BLOCK}proj", "block"),
+    *_layer_norm(f"{_BLOCK}norm2", f"{_OUR_BLOCK}norm2", "block"),
+    *_linear(f"{_BLOCK}mlp.fc1", f"{_OUR_BLOCK}fc1", "block"),
+    *_linear(f"{_BLOCK}mlp.fc2", f"{_OUR_BLOCK}fc2", "block"),
+    *_layer_norm("model.vision_model.ln", "vision_tower/norm"),
+    *_projection("model.resampler_model.spatial_linear", "resampler/spatial"),
+    *_projection("model.resampler_model.temporal_linear", "resampler/temporal"),
+    *_linear("model.resampler_model.mlp", "resampler/mlp"),
+    Row("model.resampler_model.after_norm.weight", "resampler/norm/scale", "D -> D"),
+)
+
+# The gates are stored turned here, unlike those of text models; both modalities' biases share one tensor.
+VISION_LANGUAGE: tuple[Row, ...] = (
+    *DECODER,
+    *_gated_mlp(f"{_HUB}mlp.experts.{{vision_expert}}.", f"{_OURS}moe/vision_experts/", "vision_expert"),
+    Row(f"{_HUB}mlp.gate.weight", f"{_OURS}moe/router/gate", "D E -> layer E D", float32=True),
+    Row(f"{_HUB}mlp.gate.weight_1", f"{_OURS}moe/vision_router/gate", "D E -> layer E D", float32=True),
+    Row(_BIAS, f"{_OURS}moe/router/bias", "0 E -> layer E", float32=True),
+    Row(_BIAS, f"{_OURS}moe/vision_router/bias", "1 E -> layer E", float32=True),
+    *VISION,
+)
+
+# Baidu's own files keep the vision tower at the root.
+ALSO_STORED_AS: Mapping[str, str] = {"vision_model.": "model.vision_model."}
+
+
+def table_of(config: ModelConfig) -> tuple[Row, ...]:
+    """The rows for a model of this shape."""
+    return TEXT if config.vision is None else VISION_LANGUAGE

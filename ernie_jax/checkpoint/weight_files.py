@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ FLOAT_FORMATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor is and what it is: file, format (`F32`, `BF16`, ...), shape."""
+    """Where a tensor is and what it is: file, format (`F32`, `BF16`, ...), shape; its name in the file where that is another."""
 
     file: Path
     format: str
     shape: tuple[int, ...]
+    stored_as: str | None = None
 
 
 class WeightFiles:
@@ -63,11 +64,24 @@ class WeightFiles:
     def read(self, name: str, region: Sequence[slice] | None = None) -> np.ndarray:
         """A tensor, or a region of it, as a new host array."""
         entry = self.entries[name]
-        tensor = self._handle(entry.file).get_slice(name)
+        tensor = self._handle(entry.file).get_slice(entry.stored_as or name)
         # A rank-0 tensor cannot be sliced; an empty tuple of slices is not accepted.
         block: np.ndarray = tensor[tuple(region) if region else ...]
         self._read += block.nbytes
         return block
+
+    def rename(self, prefixes: Mapping[str, str]) -> None:
+        """Enter tensors whose names begin with a key of `prefixes` under the value instead.
+
+        Raises:
+          ValueError: a tensor is there under both names.
+        """
+        for old, new in prefixes.items():
+            for name in [name for name in self.entries if name.startswith(old)]:
+                renamed = new + name.removeprefix(old)
+                if renamed in self.entries:
+                    raise ValueError(f"{self.folder}: {name} and {renamed} are two names of one tensor; keep one")
+                self.entries[renamed] = replace(self.entries.pop(name), stored_as=name)
 
     def close(self) -> None:
         """Unmap the open file."""

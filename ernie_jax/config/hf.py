@@ -284,12 +284,12 @@ def _vision(fields: HfFields) -> VisionConfig:
         raise ValueError(f"{fields.where} lacks vision_config")
     usual = VisionConfig()
     hidden = tower.read(int, "hidden_size", "embed_dim", default=usual.hidden_size)
-    merges = {}
+    merges: dict[str, Any] = {}
     for name, old in (("spatial_merge_size", "spatial_conv_size"), ("temporal_merge_size", "temporal_conv_size")):
         # The original files say it beside the decoder's fields.
         outer = fields.read(int, name, old, default=getattr(usual, name))
         merges[name] = tower.read(int, name, old, default=outer)
-    tokens = {
+    tokens: dict[str, Any] = {
         "image_token_id": fields.read(int, "image_token_id", "im_patch_id", default=usual.image_token_id),
     }
     for name in ("image_start_token_id", "image_end_token_id", "video_token_id", "video_start_token_id", "video_end_token_id"):

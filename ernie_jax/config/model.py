@@ -67,7 +67,12 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower and the image tokens of a vision-language model."""
+    """The vision tower and the image tokens of a vision-language model.
+
+    `position_advance` is how text positions go on behind an image or video: `reference` by its larger side, as `transformers`
+    does; `original` to one past its largest position in any direction, as the models were trained. They differ only for videos
+    of more frame pairs than either side has tokens.
+    """
 
     depth: int = 32
     hidden_size: int = 1280
@@ -86,6 +91,7 @@ class VisionConfig:
     video_token_id: int = 103367
     video_start_token_id: int = 101306
     video_end_token_id: int = 101307
+    position_advance: str = "reference"
 
     def __post_init__(self) -> None:
         _positive(
@@ -107,6 +113,8 @@ class VisionConfig:
                 f"VisionConfig: hidden_size={self.hidden_size} over num_heads={self.num_heads} must give a head width that is a "
                 "multiple of 4 (two axes of rotated pairs)"
             )
+        if self.position_advance not in ("reference", "original"):
+            raise ValueError(f"VisionConfig: position_advance={self.position_advance!r}; expected 'reference' or 'original'")
         if self.hidden_act not in ACTIVATIONS:
             raise ValueError(f"VisionConfig: hidden_act={self.hidden_act!r}; expected one of {ACTIVATIONS}")
 

@@ -12,7 +12,7 @@ from flax import nnx
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.segments import Segment, segments_of
-from ernie_jax.moe import ExpertStack, MoE, RouterOutput
+from ernie_jax.moe import MoE, RouterOutput
 from ernie_jax.nn.attention import Attention
 from ernie_jax.nn.attention_kernels import AttentionMask
 from ernie_jax.nn.dtypes import DtypePolicy
@@ -26,12 +26,14 @@ from ernie_jax.sharding import constrain
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Context:
-    """What every layer of a pass shares: rotary tables, attention mask, [B, T] bool of valid tokens, first cache slot."""
+    """What every layer of a pass shares: rotary tables, attention mask, [B, T] bool of valid tokens, first cache slot, and
+    [B, T] bool of image and video tokens (None: there are none)."""
 
     rope: tuple[jax.Array, jax.Array]
     mask: AttentionMask
     valid: jax.Array
     index: jax.Array | None = None
+    modality: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ class DecoderLayer(nnx.Module):
         )
 
     def __call__(
-        self, x: jax.Array, context: Context, cache: LayerCache | None, stack: ExpertStack | None, collect: Collect
+        self, x: jax.Array, context: Context, cache: LayerCache | None, stacks: Any, collect: Collect
     ) -> tuple[jax.Array, LayerCache | None, RouterOutput | None]:
-        """[B, T, D] -> ([B, T, D], the cache, what the router did or None for a dense layer); `stack`: experts in place."""
+        """[B, T, D] -> ([B, T, D], the cache, what the router did or None for a dense layer); `stacks`: experts in place."""
         with jax.named_scope("attention"):
             attended, cache = self.attention(self.input_norm(x), context.rope, context.mask, cache, context.index)
             x = x + attended
@@ -80,7 +82,7 @@ class DecoderLayer(nnx.Module):
         router = None
         if self.moe is not None:
             with jax.named_scope("moe"):
-                y, router = self.moe(normed, context.valid, stack, with_logits=collect.router_logits)
+                y, router = self.moe(normed, context.valid, context.modality, stacks, with_logits=collect.router_logits)
         else:
             assert self.mlp is not None
             with jax.named_scope("mlp"):
@@ -101,14 +103,15 @@ class DecoderSegment(nnx.Module):
     ) -> tuple[jax.Array, tuple[LayerCache, ...] | None, list[RouterOutput], list[jax.Array]]:
         """Run all repetitions: (x, caches, router outputs in layer order, hidden states in layer order)."""
         graphdef, state = nnx.split(self.layers)
-        stacks = [None if layer.moe is None else layer.moe.experts.stack() for layer in self.layers]
+        stacks = [() if layer.moe is None else layer.moe.stacks() for layer in self.layers]
 
         def unit(x: jax.Array, caches: Any, weights: Any, repeat: jax.Array, stacks: Any, context: Context) -> tuple[Any, Any]:
             layers = nnx.merge(graphdef, weights)
             new_caches, routers, hidden = [], [], []
             for i, layer in enumerate(layers):
                 cache = None if caches is None else caches[i].at(repeat)
-                x, cache, router = layer(x, context, cache, None if stacks[i] is None else stacks[i].at(repeat), collect)
+                own = [None if stack is None else stack.at(repeat) for stack in stacks[i]]
+                x, cache, router = layer(x, context, cache, own or None, collect)
                 new_caches.append(None if cache is None else cache.at(None))
                 routers.append(router)
                 hidden.append(x if collect.hidden_states else None)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ernie_jax.config.model import ModelConfig, VisionConfig
+from ernie_jax.config.model import ModelConfig
 from ernie_jax.nn.attention_kernels import AttentionMask
 from ernie_jax.nn.kv_cache import KVCache
 
@@ -22,6 +21,11 @@ class TextInputs:
     input_ids: jax.Array
     segment_ids: jax.Array
     position_ids: jax.Array
+
+    @property
+    def modality(self) -> jax.Array | None:
+        """[B, T] bool, true where a token goes to the vision experts; None where all go to the text experts."""
+        return None
 
     def mask(self, cache: KVCache | None) -> AttentionMask:
         """Who sees whom: within the tokens, or over the slots of a cache that has admitted them."""
@@ -42,16 +46,6 @@ def _checked(name: str, value: jax.Array | None, shape: tuple[int, ...]) -> jax.
     if not (jnp.issubdtype(value.dtype, jnp.integer) or value.dtype == jnp.bool_):
         raise ValueError(f"{name} has dtype {value.dtype}; expected integers or booleans")
     return jnp.asarray(value, jnp.int32)
-
-
-def _refuse_vision_tokens(vision: VisionConfig, input_ids: Any) -> None:
-    placeholders = [vision.image_token_id, vision.video_token_id]
-    found = np.intersect1d(np.asarray(input_ids), placeholders)
-    if found.size:
-        raise ValueError(
-            f"input_ids hold image or video placeholders {found.tolist()}; images in the token stream are not supported yet, "
-            "only text through a vision-language model"
-        )
 
 
 def text_inputs(
@@ -76,8 +70,6 @@ def text_inputs(
         low, high = int(input_ids.min()), int(input_ids.max())
         if low < 0 or high >= config.vocab_size:
             raise ValueError(f"input_ids span {low}..{high}; expected token ids in 0..{config.vocab_size - 1}")
-        if config.vision is not None:
-            _refuse_vision_tokens(config.vision, input_ids)
     shape = tuple(input_ids.shape)
     given = {"attention_mask": attention_mask, "segment_ids": segment_ids, "position_ids": position_ids}
     arrays = {

@@ -1,4 +1,5 @@
-"""The variable-resolution resampler: patch features to the token stream. N patches, D vision width, m merge size, H model width.
+"""The variable-resolution resampler: patch features to the token stream. G devices' shares, n patches and k token rows of a share,
+D vision width, m merge size, H model width.
 
 m x m patches become one row, pairs of frames become one row, and an MLP brings it to the width of the language model.
 """
@@ -9,7 +10,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from ernie_jax.config.compute import ComputeConfig
@@ -17,24 +17,6 @@ from ernie_jax.config.model import ModelConfig
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.linear import Linear
 from ernie_jax.nn.norm import LayerNorm, RMSNorm
-
-
-def frame_pairs(grid_thw: np.ndarray, merge_size: int) -> np.ndarray:
-    """Which merged rows make each output row: [rows, 2]; the two are equal for an image, consecutive frames for a video.
-
-    Args:
-      grid_thw: [images, 3] patches along time, height and width.
-      merge_size: m.
-    """
-    pairs, start = [], 0
-    for time, height, width in np.asarray(grid_thw).tolist():
-        area = height * width // merge_size**2
-        rows = start + np.arange(time * area).reshape(time, area)
-        # The last frame of an odd number has no partner and is lost, as in the reference; processors pad to even.
-        first, second = (rows, rows) if time == 1 else (rows[0 : time - 1 : 2], rows[1::2])
-        pairs.append(np.stack([first.reshape(-1), second.reshape(-1)], -1))
-        start += time * area
-    return np.concatenate(pairs).astype(np.int32)
 
 
 class Projection(nnx.Module):
@@ -65,6 +47,7 @@ class Resampler(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtypes=dtypes, rngs=rngs)
 
     def __call__(self, features: jax.Array, pairs: jax.Array) -> jax.Array:
-        """Patch features [N, D] and `frame_pairs` [rows, 2] -> [rows, H]."""
-        merged = self.spatial(features.reshape(-1, self.width))
-        return self.norm(self.mlp(self.temporal(jnp.concatenate([merged[pairs[:, 0]], merged[pairs[:, 1]]], -1))))
+        """Patch features [G, n, D] and the two merged rows of each token row, [G, k, 2] -> [G, k, H]."""
+        merged = self.spatial(features.reshape(features.shape[0], -1, self.width))
+        both = [jnp.take_along_axis(merged, pairs[..., i, None], axis=1) for i in range(2)]
+        return self.norm(self.mlp(self.temporal(jnp.concatenate(both, -1))))

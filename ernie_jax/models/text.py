@@ -77,6 +77,10 @@ class TextModel(nnx.Module):
         """
         inputs = text_inputs(self.config, input_ids, attention_mask, segment_ids, position_ids, cache)
         collect = Collect(router_logits=True, hidden_states=output_hidden_states)
+        return self.run(inputs, cache, collect)
+
+    def run(self, inputs: TextInputs, cache: KVCache | None, collect: Collect) -> ModelOutput:
+        """`forward`, compiled where it is not inside a compilation already."""
         if isinstance(inputs.input_ids, jax.core.Tracer):
             return self.forward(inputs, cache, collect)
         graphdef, state = nnx.split(self)
@@ -102,16 +106,24 @@ class TextModel(nnx.Module):
             hidden, _, router, _ = self._hidden(inputs, None, Collect())
             return hidden, router
 
+    def _embed(self, inputs: TextInputs) -> jax.Array:
+        """What the decoder starts from, [B, T, D]."""
+        return self.embed(inputs.input_ids)
+
+    def _rope(self, position_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rotary tables [B, T, d / 2] of the positions."""
+        return rope_tables(position_ids, self.config.head_dim, self.config.rope_theta)
+
     def _hidden(
         self, inputs: TextInputs, cache: KVCache | None, collect: Collect
     ) -> tuple[jax.Array, KVCache | None, tuple[RouterOutput, ...], tuple[jax.Array, ...]]:
         valid = constrain(inputs.segment_ids != 0, "batch", None)
         with jax.named_scope("embed"):
-            x = self.embed(inputs.input_ids)
-        rope = rope_tables(inputs.position_ids, self.config.head_dim, self.config.rope_theta)
+            x = self._embed(inputs)
+        rope = self._rope(inputs.position_ids)
         if cache is not None:
             cache = cache.admit(inputs.segment_ids)
-        context = Context(rope, inputs.mask(cache), valid, None if cache is None else cache.index)
+        context = Context(rope, inputs.mask(cache), valid, None if cache is None else cache.index, inputs.modality)
         embedded = x
         x, cache, router, states = self.decoder(x, context, cache, collect)
         x = self.norm(x)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,16 +12,17 @@ from flax import nnx
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.moe.capacity import apply_capacity, drop_padding
+from ernie_jax.moe.expert_exchange import apply_experts
 from ernie_jax.moe.experts import Experts, ExpertStack
-from ernie_jax.moe.router import Router, router_stats
-from ernie_jax.moe.routing import RouterOutput
+from ernie_jax.moe.router import Router, route, router_stats
+from ernie_jax.moe.routing import RouterOutput, RouterStats, Routing
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.mlp import GatedMLP
 from ernie_jax.sharding import constrain
 
 
 class MoE(nnx.Module):
-    """Routed experts of the text modality, plus one shared MLP for every token; a vision-language model adds vision experts.
+    """Routed experts of each modality, isolated from one another, plus one shared MLP for every token.
 
     Attributes:
       router, experts: text tokens' gate and experts.
@@ -32,7 +36,8 @@ class MoE(nnx.Module):
         dtypes = DtypePolicy.of(compute)
         self.num_experts = moe.num_experts
         self.k = moe.num_experts_per_tok
-        self.capacity_factor = compute.capacity_factor
+        self.compute = compute
+        self.hidden_act = config.hidden_act
 
         def make_router() -> Router:
             return Router(
@@ -51,7 +56,6 @@ class MoE(nnx.Module):
                 config.hidden_size,
                 width,
                 compute,
-                hidden_act=config.hidden_act,
                 initializer_range=config.initializer_range,
                 rngs=rngs,
                 stack=stack,
@@ -76,29 +80,79 @@ class MoE(nnx.Module):
             else None
         )
 
+    def stacks(self) -> tuple[ExpertStack | None, ...]:
+        """For text and, in a vision-language model, vision: the experts of a stack of these layers (see `Experts.stack`)."""
+        return tuple(experts.stack() for experts in (self.experts, self.vision_experts) if experts is not None)
+
     def __call__(
-        self, x: jax.Array, valid: jax.Array, stack: ExpertStack | None = None, *, with_logits: bool = False
+        self,
+        x: jax.Array,
+        valid: jax.Array,
+        modality: jax.Array | None = None,
+        stacks: Sequence[ExpertStack | None] | None = None,
+        *,
+        with_logits: bool = False,
     ) -> tuple[jax.Array, RouterOutput]:
-        """Text tokens through the text experts.
+        """Each token through the experts of its modality, and through the shared experts.
 
         Args:
           x: [B, T, D], normalised.
           valid: [B, T] bool; padding is routed nowhere and counted nowhere (the shared experts still see it).
-          stack: the experts' weights where they are kept, to read them in place.
-          with_logits: keep the raw router scores in the output.
+          modality: [B, T] bool, true for tokens of images and videos (their start and end markers too); None for text alone,
+            which costs nothing of the vision experts.
+          stacks: the experts' weights where they are kept, to read them in place; as `stacks` gives them.
+          with_logits: keep the raw router scores in the output, each token's of its own modality.
 
         Returns:
           ([B, T, D], what the router did).
         """
+        stacks = (None, None) if stacks is None else stacks
         with jax.named_scope("router"):
-            routing, logits, probabilities = self.router(x)
-            routing = drop_padding(routing, valid, self.num_experts)
-            dropped = jnp.zeros((), jnp.float32)
-            if self.capacity_factor is not None:
-                routing, dropped = apply_capacity(routing, valid, self.num_experts, self.capacity_factor)
-            stats = router_stats(logits, probabilities, routing, valid, self.k, dropped)
-        y = constrain(self.experts(x, routing, stack), "batch", "sequence", "activation_embed")
+            if modality is None:
+                routing, output = self._text(x, valid)
+                sets = [self.experts]
+            else:
+                routing, output = self._mixed(x, valid, modality)
+                assert self.vision_experts is not None
+                sets = [self.experts, self.vision_experts]
+        y = apply_experts(x, routing, sets, stacks[: len(sets)], self.compute, self.hidden_act)
+        y = constrain(y, "batch", "sequence", "activation_embed")
         if self.shared_experts is not None:
             with jax.named_scope("shared_experts"):
                 y = y + self.shared_experts(x)
-        return y, RouterOutput(stats, logits if with_logits else None)
+        return y, output if with_logits else replace(output, logits=None)
+
+    def _text(self, x: jax.Array, valid: jax.Array) -> tuple[Routing, RouterOutput]:
+        routing, logits, probabilities = self.router(x)
+        routing, stats = self._admit(routing, logits, probabilities, valid, 0, self.num_experts)
+        return routing, RouterOutput(stats, logits)
+
+    def _mixed(self, x: jax.Array, valid: jax.Array, modality: jax.Array) -> tuple[Routing, RouterOutput]:
+        """Both gates score every token, which is cheap, and a token keeps the scores and the bias of its own."""
+        assert self.vision_router is not None
+        text, vision = self.router, self.vision_router
+        own = modality[..., None]
+        logits = jnp.where(own, vision.logits(x), text.logits(x))
+        bias = jnp.where(own, vision.bias[...], text.bias[...])
+        routing, probabilities = route(logits, bias, self.k, norm_min=text.norm_min, temperature=text.temperature)
+        nowhere = 2 * self.num_experts
+        routings, stats = [], []
+        for first, mask in ((0, valid & ~modality), (self.num_experts, valid & modality)):
+            part, counted = self._admit(routing, logits, probabilities, mask, first, nowhere)
+            routings.append(part)
+            stats.append(counted)
+        # A token is in one part and goes nowhere, with weight 0, in the other.
+        merged = Routing(jnp.minimum(routings[0].expert_index, routings[1].expert_index), routings[0].weights + routings[1].weights)
+        return merged, RouterOutput(stats[0], logits, stats[1])
+
+    def _admit(
+        self, routing: Routing, logits: jax.Array, probabilities: jax.Array, valid: jax.Array, first: int, nowhere: int
+    ) -> tuple[Routing, RouterStats]:
+        """The routing of the valid tokens alone, after capacity, its experts numbered from `first`; and what there is to count."""
+        routing = drop_padding(routing, valid, self.num_experts)
+        dropped = jnp.zeros((), jnp.float32)
+        if self.compute.capacity_factor is not None:
+            routing, dropped = apply_capacity(routing, valid, self.num_experts, self.compute.capacity_factor)
+        stats = router_stats(logits, probabilities, routing, valid, self.k, dropped)
+        index = jnp.where(routing.expert_index < self.num_experts, routing.expert_index + first, nowhere)
+        return Routing(index, routing.weights), stats

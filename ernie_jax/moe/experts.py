@@ -1,26 +1,26 @@
-"""The routed experts of one modality. B batch, T tokens, D model, F width, E experts, K chosen; g, t, f: one device's share."""
+"""The weights of the routed experts of one modality. D model, F width, E experts, R layers of a stack."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import MoEConfig
-from ernie_jax.moe.dispatch import ExchangePlan, make_dispatcher, on_each_device
-from ernie_jax.moe.grouped_matmul import grouped_matmul
-from ernie_jax.moe.routing import Routing
-from ernie_jax.nn.activation import gated
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.parameter import normal, parameter
 from ernie_jax.sharding import current_layout
 
-# What the backward pass of `remat="none"` keeps: the rest is cheaper to compute again than to write and read.
-_KEEP = jax.checkpoint_policies.save_only_these_names("expert_gate_up", "expert_sort", "expert_received")
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Of one layer: gate_up [E, D, 2, F] (gate first) and down [E, F, D]; of one device, its share of E and F."""
+
+    gate_up: jax.Array
+    down: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -61,14 +61,10 @@ class Experts(nnx.Module):
         intermediate_size: int,
         compute: ComputeConfig,
         *,
-        hidden_act: str,
         initializer_range: float,
         rngs: nnx.Rngs,
         stack: int | None = None,
     ) -> None:
-        self.num_experts = config.num_experts
-        self.hidden_act = hidden_act
-        self.compute = compute
         self.dtypes = DtypePolicy.of(compute)
         init = normal(initializer_range)
         self.gate_up = parameter(
@@ -95,43 +91,6 @@ class Experts(nnx.Module):
             return None
         return jax.lax.stop_gradient(ExpertStack(self.gate_up[...], self.down[...]))
 
-    def __call__(self, x: jax.Array, routing: Routing, stack: ExpertStack | None = None) -> jax.Array:
-        """Each token's weighted sum of its experts' outputs.
-
-        Args:
-          x: [B, T, D].
-          routing: [B, T, K]; entries equal to E go nowhere.
-          stack: this layer's weights among others, to be read in place.
-
-        Returns:
-          [B, T, D], zero for tokens that go nowhere.
-        """
-        gate_up, down = self.dtypes.cast(self.gate_up[...]), self.dtypes.cast(self.down[...])
-        routing = Routing(routing.expert_index, routing.weights.astype(x.dtype))
-        layout = current_layout()
-        on_device = self._on_device
-        if self.compute.remat == "none":
-            on_device = jax.checkpoint(on_device, static_argnums=5, prevent_cse=False, policy=_KEEP)
-        if layout is None or layout.mesh.size == 1:
-            return on_device(x, routing, gate_up, down, stack, ExchangePlan(num_experts=self.num_experts, shards=1))
-        return on_each_device(on_device, x, routing, gate_up, down, stack, layout, self.compute.capacity_factor)
-
-    def _on_device(
-        self, x: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, stack: ExpertStack | None, plan: ExchangePlan
-    ) -> jax.Array:
-        """[g, t, D] with this device's experts gate_up [E_local, D, 2, f], down [E_local, f, D] -> [g, t, D]."""
-        dispatcher = make_dispatcher(self.compute.dispatch, plan)
-        groups, tokens, dim = x.shape
-        flat = jax.tree.map(lambda a: a.reshape(groups * tokens, a.shape[-1]), routing)
-        rows, sizes, residuals = dispatcher.dispatch(x.reshape(groups * tokens, dim), flat)
-        row_weights, residuals = residuals.take_weights()
-        rows = checkpoint_name(rows, "expert_in")
-        product = functools.partial(grouped_matmul, group_sizes=sizes, backend=self.compute.grouped_matmul)
-        width = gate_up.shape[-1]
-        with jax.named_scope("experts"):
-            first, second = (None, None) if stack is None else stack.operands()
-            hidden = product(rows, gate_up.reshape(gate_up.shape[0], dim, 2 * width), stack=first)
-            hidden = checkpoint_name(hidden, "expert_gate_up")
-            hidden = gated(hidden.reshape(-1, 2, width), self.hidden_act) * row_weights[:, None].astype(hidden.dtype)
-            out = product(checkpoint_name(hidden, "expert_act"), down, stack=second)
-        return dispatcher.combine(out, residuals).reshape(groups, tokens, dim)
+    def weights(self) -> ExpertWeights:
+        """One layer's weights in the compute format."""
+        return ExpertWeights(self.dtypes.cast(self.gate_up[...]), self.dtypes.cast(self.down[...]))

@@ -49,14 +49,21 @@ class RouterStats:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RouterOutput:
-    """What a MoE layer tells of its routing: `logits` [B, T, E], on request, are raw scores before softmax and bias."""
+    """What a MoE layer tells of its routing.
+
+    Attributes:
+      stats: of the text tokens.
+      logits: [B, T, E] on request, raw scores before softmax and bias, each token's of its own modality's gate.
+      vision: of the image and video tokens, None where the pass had no modalities.
+    """
 
     stats: RouterStats
     logits: jax.Array | None
+    vision: RouterStats | None = None
 
     @property
     def load(self) -> jax.Array:
-        """[E] assignments dispatched to each expert."""
+        """[E] assignments dispatched to each text expert."""
         return self.stats.load
 
 

@@ -32,6 +32,30 @@ def rope_tables(position_ids: jax.Array, head_dim: int, theta: float) -> tuple[j
     return jnp.cos(angles), jnp.sin(angles)
 
 
+def multimodal_rope_tables(
+    position_ids: jax.Array, head_dim: int, theta: float, section: tuple[int, int, int]
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines for positions in time, height and width: each frequency turns by one of the three.
+
+    The highest frequencies alternate between height and width, the lowest follow time. Where the three positions are equal the
+    result is bit for bit that of `rope_tables`.
+
+    Args:
+      position_ids: [B, T, 3] integers: time, height, width.
+      head_dim: d.
+      theta: base of the frequencies.
+      section: numbers of frequencies of height, width and time; the first two are equal, the sum is P.
+
+    Returns:
+      (cos, sin), each [B, T, P] float32.
+    """
+    height, width, time = section
+    axis = np.array([1, 2] * height + [0] * time)
+    assert height == width and len(axis) == head_dim // 2, (section, head_dim)
+    angles = position_ids.astype(jnp.float32)[..., axis] * inverse_frequencies(head_dim, theta)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
 def rotate_interleaved(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turn the pairs (2j, 2j+1): the text decoder's convention.
 

@@ -1,6 +1,7 @@
 """Rematerialisation policies by name, over the `checkpoint_name` tags of the layers.
 
-Tags: `qkv` and `attn_out` (attention), `mlp_gate_up` (dense MLP), `expert_in`, `expert_gate_up`, `expert_act` (routed experts).
+Tags: `qkv` and `attn_out` (attention), `mlp_gate_up` (dense MLP), `expert_in`, `expert_gate_up`, `expert_act` (routed experts),
+`vit_qkv`, `vit_attn_out`, `vit_act` (blocks of the vision tower).
 """
 
 from __future__ import annotations
@@ -10,7 +11,17 @@ from typing import Any
 
 import jax
 
-TAGS = ("qkv", "attn_out", "mlp_gate_up", "expert_in", "expert_gate_up", "expert_act")
+TAGS = (
+    "qkv",
+    "attn_out",
+    "mlp_gate_up",
+    "expert_in",
+    "expert_gate_up",
+    "expert_act",
+    "vit_qkv",
+    "vit_attn_out",
+    "vit_act",
+)
 
 
 def rematerialize(body: Callable[..., Any], policy: str | tuple[str, ...]) -> Callable[..., Any]:

@@ -21,6 +21,8 @@ MeshAxes = tuple[str, ...]
 
 # Outside MoE layers the expert axis carries data, so the batch is split over both.
 BATCH_AXES: MeshAxes = ("data", "expert")
+# What is left: the devices behind one batch shard, which share its images.
+MODEL_AXES: MeshAxes = ("pipeline", "tensor")
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ _TP_SP = AxisRules(
         ("activation_vocab", ("tensor",)),
         ("activation_experts", ()),
         ("tokens", BATCH_AXES),
+        ("image_devices", MODEL_AXES),
     ),
 )
 

@@ -36,7 +36,7 @@ class Folder:
 
     def in_bfloat16(self):
         """Weights as published: bfloat16 but for gates and biases."""
-        router = ("mlp.gate.weight", "e_score_correction_bias")
+        router = ("mlp.gate.weight", "mlp.gate.weight_1", "e_score_correction_bias")
         self.tensors = {k: v if k.endswith(router) else v.astype(ml_dtypes.bfloat16) for k, v in self.tensors.items()}
         self.config["dtype"] = "bfloat16"
         return self

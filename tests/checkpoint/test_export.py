@@ -24,7 +24,7 @@ from ernie_jax.sharding import make_mesh, variables_by_path
 _INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", "moe_noshared"])
+@pytest.mark.parametrize("name", ["dense", "moe", "moe_noshared", "vl"])
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_every_bit_comes_back(golden, tmp_path, name, on_mesh, read_folder, assert_same_bits):
     model = load_pretrained(golden / name, mesh=make_mesh(data=2, tensor=2, expert=2) if on_mesh else None, rules="fsdp")

@@ -92,6 +92,18 @@ def test_bfloat16_keeps_gate_and_bias(spoilable):
     np.testing.assert_array_equal(np.asarray(arrays["norm/scale"]), source.tensors["model.norm.weight"])
 
 
+def test_vision_tower_at_the_root_as_in_the_original_files(spoilable, golden):
+    source = spoilable("vl")
+    source.tensors = {
+        name.removeprefix("model.") if name.startswith("model.vision_model.") else name: value
+        for name, value in source.tensors.items()
+    }
+    here, there = (variables_by_path(nnx.state(load_pretrained(f))) for f in (source.write(), golden / "vl"))
+    assert here.keys() == there.keys()
+    for path, variable in here.items():
+        np.testing.assert_array_equal(variable[...], there[path][...], err_msg=path)
+
+
 def test_no_shared_experts_and_no_field(spoilable, golden):
     source = spoilable("moe_noshared")
     del source.config["moe_num_shared_experts"]
@@ -245,6 +257,8 @@ class TestBrokenFolders:
         with pytest.raises(ValueError, match="no option 'atention' \\(did you mean 'attention'"):
             load_pretrained(golden / "dense", atention="dense")
 
-    def test_vision_language(self, golden):
-        with pytest.raises(ValueError, match="vision-language checkpoints cannot be converted yet"):
-            load_pretrained(golden / "vl")
+    def test_one_tensor_under_two_names(self, spoilable):
+        source = spoilable("vl")
+        source.tensors["vision_model.ln.bias"] = source.tensors["model.vision_model.ln.bias"]
+        with pytest.raises(ValueError, match=r"vision_model\.ln\.bias and model\.vision_model\.ln\.bias are two names"):
+            load_pretrained(source.write())

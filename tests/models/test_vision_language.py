@@ -1,4 +1,4 @@
-"""The vision-language model's parameters, and its tower and resampler against the reference outputs."""
+"""The vision-language model against the reference outputs: features, positions, router scores, logits. S, M: device groups."""
 
 import jax
 import numpy as np
@@ -6,10 +6,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from ernie_jax.config import PRESETS, config_from_hf, count_parameters
-from ernie_jax.models import abstract_model, init_model
-from ernie_jax.models.vision_tower import patch_coordinates
-from ernie_jax.sharding import map_variables
+from ernie_jax import load_pretrained
+from ernie_jax.config import PRESETS, count_parameters
+from ernie_jax.models import abstract_model
+from ernie_jax.sharding import make_mesh
 
 PUBLISHED = {
     "ernie-4.5-0.3b": 360_748_032,
@@ -18,6 +18,7 @@ PUBLISHED = {
     "ernie-4.5-vl-28b-a3b": 29_399_294_336,
     "ernie-4.5-vl-424b-a47b": 423_526_285_184,
 }
+KEYS = ("attention_mask", "mm_token_type_ids", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -26,64 +27,99 @@ def test_published_sizes_by_shape_evaluation(name):
     assert total == count_parameters(PRESETS[name]).total == PUBLISHED[name]
 
 
-def hub_value(path, weights, config):
-    """A vision weight of the published layout (test-only reading of the names)."""
-    merge = {"spatial": "spatial_linear", "temporal": "temporal_linear"}
-    parts = path.split("/")
-    name = {"kernel": "weight", "scale": "weight", "bias": "bias"}[parts[-1]]
-    if parts[0] == "vision_tower":
-        if parts[1] == "patch_embed":
-            return weights["model.vision_model.patch_embed.proj.weight"].T
-        if parts[1] == "norm":
-            return weights[f"model.vision_model.ln.{name}"]
-        inner = {"qkv": "attn.qkv", "proj": "attn.proj", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}.get(parts[2], parts[2])
-        stack = [weights[f"model.vision_model.blocks.{i}.{inner}.{name}"] for i in range(config.vision.depth)]
-        return np.stack([w.T if parts[-1] == "kernel" else w for w in stack])
-    if parts[1] in merge:
-        index = {"fc1": 0, "fc2": 2, "norm": 3}[parts[2]]
-        value = weights[f"model.resampler_model.{merge[parts[1]]}.{index}.{name}"]
-    else:
-        value = weights[f"model.resampler_model.{ {'mlp': 'mlp', 'norm': 'after_norm'}[parts[1]] }.{name}"]
-    return value.T if parts[-1] == "kernel" else value
+@pytest.fixture(scope="module")
+def golden(request):
+    return request.path.parent.parent / "golden" / "vl"
 
 
 @pytest.fixture(scope="module")
-def reference(request):
-    folder = request.path.parent.parent / "golden" / "vl"
-    config, weights, io = config_from_hf(folder), load_file(folder / "model.safetensors"), load_file(folder / "io.safetensors")
-    graphdef, state = nnx.split(init_model(config))
-
-    def change(path, variable):
-        vision = path.startswith(("vision_tower", "resampler"))
-        value = hub_value(path, weights, config) if vision else variable[...]
-        assert value.shape == variable.shape, path
-        return value
-
-    return nnx.merge(graphdef, map_variables(change, state)), io
+def io(golden):
+    return load_file(golden / "io.safetensors")
 
 
-def test_image_features(reference):
-    model, io = reference
+@pytest.fixture(scope="module")
+def model(golden):
+    return load_pretrained(golden)
+
+
+def inputs(io, **changes):
+    return {key: io[key] for key in KEYS} | {"moe_mm_token_type_ids": io["moe_mm_token_type_ids"]} | changes
+
+
+def masked(io, logits):
+    return np.asarray(logits) * io["attention_mask"][..., None]
+
+
+def test_image_and_video_features(model, io):
     tower, embeds = model.image_features(io["pixel_values"], io["image_grid_thw"])
     np.testing.assert_allclose(tower, io["vision_tower_image"], atol=1e-4)
     np.testing.assert_allclose(embeds, io["image_embeds"], atol=1e-4)
-
-
-def test_video_features(reference):
-    model, io = reference
     _, embeds = model.image_features(io["pixel_values_videos"], io["video_grid_thw"])
     np.testing.assert_allclose(embeds, io["video_embeds"], atol=1e-4)
 
 
-def test_images_in_the_stream_are_refused(reference):
-    model, io = reference
-    with pytest.raises(ValueError, match=r"placeholders \[120, 123\]; images in the token stream are not supported yet"):
-        model(io["input_ids"])
+def test_logits_hidden_states_and_router_scores(model, io):
+    out = model(io["input_ids"], **inputs(io), output_hidden_states=True)
+    np.testing.assert_allclose(masked(io, out.logits), io["logits"], atol=1e-4)
+    for i, hidden in enumerate(out.hidden_states):
+        np.testing.assert_allclose(masked(io, hidden), io[f"hidden_{i}"], atol=1e-4)
+    valid = io["attention_mask"].reshape(-1) != 0
+    assert len(out.router) == 3
+    for i, router in enumerate(out.router):
+        np.testing.assert_allclose(np.asarray(router.logits).reshape(-1, 8)[valid], io[f"router_{i}"][valid], atol=1e-4)
 
 
-def test_a_grid_that_does_not_fit_is_refused(reference):
-    model, io = reference
-    with pytest.raises(ValueError, match="covers 24 patches, pixel_values has 48"):
-        model.image_features(io["pixel_values"], io["image_grid_thw"][:1])
-    with pytest.raises(ValueError, match=r"\(1, 3, 4\).*merge size 2"):
-        patch_coordinates(np.array([[1, 3, 4]]), 2)
+def test_token_types_can_be_told_from_the_ids(model, io):
+    given = inputs(io)
+    del given["mm_token_type_ids"]
+    np.testing.assert_allclose(masked(io, model(io["input_ids"], **given).logits), io["logits"], atol=1e-4)
+
+
+def test_without_routing_types_all_tokens_go_to_the_text_experts(model, io, caplog):
+    out = model(io["input_ids"], **inputs(io, moe_mm_token_type_ids=None))
+    np.testing.assert_allclose(masked(io, out.logits), io["logits_no_moe_types"], atol=1e-4)
+    assert "image tokens go to the text experts" in caplog.text
+
+
+def test_text_alone_and_given_positions(model, io):
+    np.testing.assert_allclose(model(io["text_input_ids"]).logits, io["text_logits"], atol=1e-4)
+    out = model(io["input_ids"], **inputs(io), position_ids=io["position_ids"])
+    np.testing.assert_allclose(masked(io, out.logits), io["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2}, {"tensor": 2}, {"data": 4}, {"data": 2, "tensor": 2, "expert": 2}, {"expert": 8}], ids=str
+)
+def test_logits_on_a_mesh(golden, io, sizes):
+    """Two rows on 1, 2, 4 and 8 batch shards: images in their rows' groups where rows divide, anywhere where they do not."""
+    mesh = make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    out = load_pretrained(golden, mesh=mesh)(io["input_ids"], **inputs(io))
+    np.testing.assert_allclose(masked(io, out.logits), io["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_grid_thw": None}, "pixel_values is given without image_grid_thw"),
+        ({"image_grid_thw": np.array([[1, 4, 6]])}, r"covers 24 patches, pixel_values has shape \(48, 48\)"),
+        ({"image_grid_thw": np.array([[1, 4, 6], [1, 3, 8]])}, r"grid \(1, 3, 8\): height and width must be multiples"),
+        ({"image_grid_thw": np.array([[1, 6, 4], [1, 4, 6]])}, None),
+        ({"image_grid_thw": np.array([[1, 8, 4], [1, 4, 4]])}, "takes 8 tokens, the stream has 6 placeholders"),
+        ({"pixel_values": None, "image_grid_thw": None}, "placeholders for 2 images, image_grid_thw has 0 rows"),
+        ({"mm_token_type_ids": np.zeros((2, 3), int)}, r"mm_token_type_ids has shape \(2, 3\); expected \(2, 24\)"),
+        ({"moe_mm_token_type_ids": np.full((2, 24), 3)}, "spans 3..3; expected 0"),
+        ({"position_ids": np.zeros((2, 2, 24), int)}, r"position_ids has shape \(2, 2, 24\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(model, io, change, message):
+    if message is None:
+        # Another shape with as many tokens is another picture, not an error.
+        assert not np.allclose(masked(io, model(io["input_ids"], **inputs(io, **change)).logits), io["logits"], atol=1e-2)
+        return
+    with pytest.raises(ValueError, match=message):
+        model(io["input_ids"], **inputs(io, **change))
+
+
+def test_images_without_placeholders_are_refused(model, io):
+    with pytest.raises(ValueError, match="1 images are given, but input_ids have no image placeholders"):
+        model(io["text_input_ids"], pixel_values=io["pixel_values"][:24], image_grid_thw=io["image_grid_thw"][:1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ernie_jax.moe.dispatch.all_to_all import AllToAllDispatcher
-from ernie_jax.moe.dispatch.boundary import on_each_device
+from ernie_jax.moe.dispatch.boundary import on_each_device, shard_major
 from ernie_jax.moe.dispatch.local import LocalDispatcher
 from ernie_jax.moe.dispatch.protocol import Dispatcher, ExchangePlan
 from ernie_jax.moe.dispatch.ragged import RaggedDispatcher
@@ -47,4 +47,5 @@ __all__ = [
     "ReplicatedDispatcher",
     "make_dispatcher",
     "on_each_device",
+    "shard_major",
 ]

@@ -6,7 +6,7 @@ B batch, T tokens, D model, F expert width, E experts, K chosen; g, t, f, E_loca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,17 +18,16 @@ from ernie_jax.moe.dispatch.protocol import ExchangePlan
 from ernie_jax.moe.routing import Routing
 from ernie_jax.sharding import BATCH_AXES, Layout
 
-# x [g, t, D], routing [g, t, K], gate_up [E_local, D, 2, f], down [E_local, f, D], their stack, plan -> [g, t, D]
-DeviceBody = Callable[[jax.Array, Routing, jax.Array, jax.Array, Any, ExchangePlan], jax.Array]
+# x [g, t, D], routing [g, t, K], sets of gate_up [E_local, D, 2, f] and down [E_local, f, D], their stacks, plan -> [g, t, D]
+DeviceBody = Callable[[jax.Array, Routing, Any, Any, ExchangePlan], jax.Array]
 
 
 def on_each_device(
     body: DeviceBody,
     x: jax.Array,
     routing: Routing,
-    gate_up: jax.Array,
-    down: jax.Array,
-    stack: Any,
+    weights: Sequence[Any],
+    stacks: Sequence[Any],
     layout: Layout,
     capacity_factor: float | None,
 ) -> jax.Array:
@@ -40,9 +39,9 @@ def on_each_device(
     Args:
       body: the computation of one device; its result is the part of y that its slice of the expert width contributes.
       x: [B, T, D].
-      routing: [B, T, K] with entries equal to E going nowhere.
-      gate_up, down: [E, D, 2, F] and [E, F, D].
-      stack: pytree with `gate_up` [R, E, D, 2, F], `down` [R, E, F, D] and scalars, or None.
+      routing: [B, T, K] over the experts of all sets as `shard_major` numbers them; the number of them all goes nowhere.
+      weights: for each set of experts, a pytree with `gate_up` [E, D, 2, F] and `down` [E, F, D]; E is the same in all.
+      stacks: for each set a pytree with `gate_up` [R, E, D, 2, F], `down` [R, E, F, D] and scalars, or None.
       layout: mesh and rules.
       capacity_factor: the capacity that was applied to the routing, None for none; it bounds what a peer can be sent.
 
@@ -51,19 +50,21 @@ def on_each_device(
     """
     groups, tensor = layout.axis_size(*BATCH_AXES), layout.axis_size("tensor")
     original, (batch, tokens, dim) = x.shape, x.shape
-    num_experts = gate_up.shape[0]
+    sets = len(weights)
+    num_experts = weights[0].down.shape[0]
     rows_intact = batch % groups == 0
     if not (rows_intact and tokens % tensor == 0):
-        x, routing = _as_grid(x, routing, groups, tensor, num_experts)
+        x, routing = _as_grid(x, routing, groups, tensor, sets * num_experts)
     bucket_rows = None
     if capacity_factor is not None and rows_intact:
-        per_expert = row_capacity(tokens, num_experts, routing.expert_index.shape[-1], capacity_factor)
+        # Rounding up once for each set: sum of ceil(a_i) <= ceil(sum of a_i) + sets - 1.
+        per_expert = row_capacity(tokens, num_experts, routing.expert_index.shape[-1], capacity_factor) + sets - 1
         bucket_rows = batch // groups * min(tokens, per_expert * (num_experts // layout.shards("expert")))
-    plan = ExchangePlan(num_experts=num_experts, shards=layout.shards("expert"), bucket_rows=bucket_rows)
+    plan = ExchangePlan(num_experts=sets * num_experts, shards=layout.shards("expert"), bucket_rows=bucket_rows)
     sequence_sharded = "tensor" in layout.rules.mesh_axes("sequence")
 
-    def device(x: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, stack: Any) -> jax.Array:
-        y = body(x, routing, gate_up, down, stack, plan)
+    def device(x: jax.Array, routing: Routing, weights: Any, stacks: Any) -> jax.Array:
+        y = body(x, routing, weights, stacks, plan)
         if tensor == 1:
             return y
         # Each tensor shard holds the products of its slice of the expert width: add them, and keep only this shard's
@@ -74,6 +75,7 @@ def on_each_device(
 
     rows = PartitionSpec(BATCH_AXES)
     first, second = layout.spec(("expert", None, None, "expert_mlp")), layout.spec(("expert", "expert_mlp", None))
+    single = {4: first, 3: second}
     stacked = {5: PartitionSpec(None, *first), 4: PartitionSpec(None, *second), 0: PartitionSpec()}
     y = jax.shard_map(
         device,
@@ -81,15 +83,33 @@ def on_each_device(
         in_specs=(
             rows,
             Routing(rows, rows),  # type: ignore[arg-type]
-            first,
-            second,
-            jax.tree.map(lambda a: stacked[a.ndim], stack),
+            jax.tree.map(lambda a: single[a.ndim], tuple(weights)),
+            jax.tree.map(lambda a: stacked[a.ndim], tuple(stacks)),
         ),
         out_specs=PartitionSpec(BATCH_AXES, "tensor") if sequence_sharded else rows,
         # Nested in manual pipeline stages the check fails to lower; tests compare gradients with one device instead.
         check_vma=False,
-    )(x, routing, gate_up, down, stack)
+    )(x, routing, tuple(weights), tuple(stacks))
     return y if y.shape == original else y.reshape(-1, dim)[: batch * tokens].reshape(original)
+
+
+def shard_major(expert_index: jax.Array, num_experts: int, sets: int, shards: int) -> jax.Array:
+    """Numbers experts so that each device's are in sequence: E / G of the first set, E / G of the second, and so on.
+
+    A device then has a run of numbers, which is all that a dispatcher knows of experts, and holds the same share of every set.
+
+    Args:
+      expert_index: set * E + expert; sets * E goes nowhere and stays as it is.
+      num_experts: E, experts of one set.
+      sets: how many.
+      shards: G, which divides E.
+    """
+    if sets == 1 or shards == 1:
+        return expert_index
+    each = num_experts // shards
+    of_set, expert = expert_index // num_experts, expert_index % num_experts
+    number = (expert // each) * (sets * each) + of_set * each + expert % each
+    return jnp.where(expert_index < sets * num_experts, number, expert_index)
 
 
 def _as_grid(x: jax.Array, routing: Routing, groups: int, tensor: int, num_experts: int) -> tuple[jax.Array, Routing]:

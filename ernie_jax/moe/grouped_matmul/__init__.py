@@ -45,20 +45,23 @@ def grouped_matmul(
     *,
     backend: str = "auto",
     stack: tuple[jax.Array, jax.Array] | None = None,
+    first_row: jax.Array | None = None,
 ) -> jax.Array:
     """Each row times the weights of its group, accumulated in float32.
 
-    Rows past the sum of `group_sizes` are spare: whatever they hold (NaN too) their outputs and their input
+    Rows past the last group, and rows before `first_row`, are spare: whatever they hold (NaN too) their outputs and their input
     gradient are zero, and nothing of them reaches the weight gradient. A group without rows has a weight gradient of zero.
 
     Args:
-      rows: [R, D], sorted by group: group e owns the rows from sum(group_sizes[:e]) to sum(group_sizes[:e + 1]).
+      rows: [R, D], sorted by group: group e owns the rows from first_row + sum(group_sizes[:e]) to first_row +
+        sum(group_sizes[:e + 1]).
       weights: [E, D, F], of the same dtype.
-      group_sizes: [E] integers, their sum at most R.
+      group_sizes: [E] integers, their sum at most R - first_row.
       stack: (all layers' weights [L, E, D, F], this layer): the values of `weights` where they are kept, in any dtype, outside
         differentiation. `blocks` reads single experts there, so that a layer's weights are never copied as a whole; the
         other backends take no notice.
       backend: a name of `BACKENDS`, or `auto` for the one that suits `jax.default_backend()`.
+      first_row: scalar, where group 0 begins, None for 0: rows of groups of another width stand before it.
 
     Returns:
       [R, F] in the dtype of `rows`.
@@ -68,7 +71,12 @@ def grouped_matmul(
     """
     _check(rows, weights, group_sizes)
     product, sizes = _backend(backend), group_sizes.astype(jnp.int32)
-    return block_product(rows, weights, sizes, stack) if product is block_product else product(rows, weights, sizes)
+    if product is block_product:
+        return block_product(rows, weights, sizes, stack, first_row)
+    if first_row is None:
+        return product(rows, weights, sizes)
+    # These know groups from row 0 on: the rows before the first become spare rows behind the last.
+    return jnp.roll(product(jnp.roll(rows, -first_row, axis=0), weights, sizes), first_row, axis=0)
 
 
 def backends_on(platform: str) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,20 @@ LOWEST, LOW, TALL_PER_LOW = 8, 64, 8
 Array = jax.Array
 
 
-def block_product(rows: Array, weights: Array, group_sizes: Array, stack: tuple[Array, Array] | None = None) -> Array:
-    """[R, D] rows, [E, D, F] weights, [E] sizes -> [R, F]; `stack` as in `grouped_matmul`."""
+def block_product(
+    rows: Array, weights: Array, group_sizes: Array, stack: tuple[Array, Array] | None = None, first_row: Array | None = None
+) -> Array:
+    """[R, D] rows, [E, D, F] weights, [E] sizes -> [R, F]; `stack` and `first_row` as in `grouped_matmul`."""
     kept, layer = (jax.lax.stop_gradient(weights)[None], jnp.int32(0)) if stack is None else stack
-    return _product(matmul_precision(), rows, weights, kept, layer, group_sizes)
+    groups = Groups(group_sizes, jnp.int32(0) if first_row is None else first_row.astype(jnp.int32))
+    return _product(matmul_precision(), rows, weights, kept, layer, groups)
+
+
+class Groups(NamedTuple):
+    """Which rows are whose: sizes [E], and the first row of group 0."""
+
+    sizes: Array
+    first_row: Array
 
 
 def block_heights(num_rows: int, num_groups: int) -> tuple[int, int]:
@@ -52,25 +63,25 @@ def block_counts(sizes: Array, heights: tuple[int, int]) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(precision: str | None, rows: Array, weights: Array, kept: Array, layer: Array, group_sizes: Array) -> Array:
+def _product(precision: str | None, rows: Array, weights: Array, kept: Array, layer: Array, groups: Groups) -> Array:
     # `weights` is what the gradient is of; its values are read from `kept`, so that nothing has to make an array of them.
-    if kept.size and is_few(rows.shape[0], group_sizes.size):
-        return few_rows_product(rows, kept, layer, group_sizes)
-    return _rows_product(rows, kept, layer, group_sizes, 0, precision)
+    if kept.size and is_few(rows.shape[0], groups.sizes.size):
+        return few_rows_product(rows, kept, layer, groups.sizes, groups.first_row)
+    return _rows_product(rows, kept, layer, groups, 0, precision)
 
 
 def _forward(
-    precision: str | None, rows: Array, weights: Array, kept: Array, layer: Array, group_sizes: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    return _product(precision, rows, weights, kept, layer, group_sizes), (rows, kept, layer, group_sizes)
+    precision: str | None, rows: Array, weights: Array, kept: Array, layer: Array, groups: Groups
+) -> tuple[Array, tuple[Any, ...]]:
+    return _product(precision, rows, weights, kept, layer, groups), (rows, kept, layer, groups)
 
 
-def _backward(precision: str | None, saved: tuple[Array, ...], cotangent: Array) -> tuple[Array, Array, None, None, None]:
-    rows, kept, layer, group_sizes = saved
+def _backward(precision: str | None, saved: tuple[Any, ...], cotangent: Array) -> tuple[Array, Array, None, None, None]:
+    rows, kept, layer, groups = saved
     # Two loops rather than one: where only one gradient is wanted, the compiler drops the other loop.
     return (
-        _rows_product(cotangent, kept, layer, group_sizes, 1, precision),
-        _weights_product(rows, cotangent, group_sizes, precision),
+        _rows_product(cotangent, kept, layer, groups, 1, precision),
+        _weights_product(rows, cotangent, groups, precision),
         None,
         None,
         None,
@@ -80,12 +91,12 @@ def _backward(precision: str | None, saved: tuple[Array, ...], cotangent: Array)
 _product.defvjp(_forward, _backward)
 
 
-def _rows_product(rows: Array, kept: Array, layer: Array, sizes: Array, side: int, precision: str | None) -> Array:
+def _rows_product(rows: Array, kept: Array, layer: Array, groups: Groups, side: int, precision: str | None) -> Array:
     """Rows times W (side 0) or W transposed (side 1), zero in spare rows; W of group e is kept[layer, e]."""
     dtype, kept_dtype, num_rows = rows.dtype, kept.dtype, rows.shape[0]
     rows, kept = _as_bits(rows), _as_bits(kept)
     out = jnp.zeros((num_rows, kept.shape[3 - side]), rows.dtype)
-    if out.size == 0 or sizes.size == 0:
+    if out.size == 0 or groups.sizes.size == 0:
         return _as_floats(out, dtype)
 
     def group(expert: Array, start: Array, size: Array, out: Array) -> Array:
@@ -101,16 +112,16 @@ def _rows_product(rows: Array, kept: Array, layer: Array, sizes: Array, side: in
             new = jnp.where(index < first, old, jnp.where(index < start + size, _as_bits(y), 0))
             return jax.lax.dynamic_update_slice_in_dim(out, new, top, 0)
 
-        return _for_blocks(start, size, num_rows, sizes.size, block, out)
+        return _for_blocks(start, size, num_rows, groups.sizes.size, block, out)
 
-    return _as_floats(_for_groups(sizes, group, out), dtype)
+    return _as_floats(_for_groups(groups, group, out), dtype)
 
 
-def _weights_product(rows: Array, cotangent: Array, sizes: Array, precision: str | None) -> Array:
+def _weights_product(rows: Array, cotangent: Array, groups: Groups, precision: str | None) -> Array:
     """[E, D, F]: each group's X^T dY, summed over its rows in float32; zero for empty groups."""
     dtype, num_rows, width = rows.dtype, rows.shape[0], (rows.shape[1], cotangent.shape[1])
     factors = _as_bits(rows), _as_bits(cotangent)
-    out = jnp.zeros((sizes.size, *width), factors[0].dtype)
+    out = jnp.zeros((groups.sizes.size, *width), factors[0].dtype)
     if out.size == 0 or num_rows == 0:
         return _as_floats(out, dtype)
 
@@ -121,10 +132,10 @@ def _weights_product(rows: Array, cotangent: Array, sizes: Array, precision: str
             x, dy = (jnp.where(own, jax.lax.dynamic_slice_in_dim(a, top, index.size), 0) for a in factors)
             return total + contract(_as_floats(x, dtype), _as_floats(dy, dtype), (0, 0), precision)
 
-        total = _for_blocks(start, size, num_rows, sizes.size, block, jnp.zeros(width, jnp.float32))
+        total = _for_blocks(start, size, num_rows, groups.sizes.size, block, jnp.zeros(width, jnp.float32))
         return jax.lax.dynamic_update_index_in_dim(out, _as_bits(total.astype(dtype)), expert, 0)
 
-    return _as_floats(_for_groups(sizes, group, out), dtype)
+    return _as_floats(_for_groups(groups, group, out), dtype)
 
 
 def _as_bits(x: Array) -> Array:
@@ -140,9 +151,10 @@ def _as_floats(x: Array, dtype: jnp.dtype) -> Array:
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _for_groups(sizes: Array, body: Callable[[Array, Array, Array, Array], Array], carry: Array) -> Array:
+def _for_groups(groups: Groups, body: Callable[[Array, Array, Array, Array], Array], carry: Array) -> Array:
     """`body(group, start, size, carry)` over the groups that have rows, in ascending order."""
-    starts = group_ends(sizes) - sizes
+    sizes = groups.sizes
+    starts = groups.first_row + group_ends(sizes) - sizes
     before = group_ends((sizes > 0).astype(jnp.int32))  # groups with rows, up to and with this one
     # The i-th group with rows; a sum over a mask for the reason given in `group_ends`.
     active = (before <= jnp.arange(sizes.size)[:, None]).sum(axis=1)

@@ -22,15 +22,16 @@ def is_few(num_rows: int, num_groups: int) -> bool:
     return num_rows <= 2 * num_groups
 
 
-def few_rows_product(rows: Array, kept: Array, layer: Array, group_sizes: Array) -> Array:
-    """rows [R, D], kept [L, E, D, F], layer scalar, group_sizes [E] -> [R, F], zero in spare rows.
+def few_rows_product(rows: Array, kept: Array, layer: Array, group_sizes: Array, first_row: Array | int = 0) -> Array:
+    """rows [R, D], kept [L, E, D, F], layer scalar, group_sizes [E] -> [R, F], zero in spare rows and before `first_row`.
 
     The sum over D is a chain of vector operations that the compiler fuses with the look-up of the weights, so that they go
     from memory to registers; accumulated in float32.
     """
     num_layers, num_groups, depth, width = kept.shape
-    ends = group_ends(group_sizes)
-    expert = (jnp.arange(rows.shape[0])[:, None] >= ends).sum(axis=1)
+    ends = first_row + group_ends(group_sizes)
+    index = jnp.arange(rows.shape[0])
+    expert = (index[:, None] >= ends).sum(axis=1)
     # bfloat16 as integers: of a look-up of bfloat16 XLA:CPU makes a conversion of all weights first.
     bits = kept.dtype == jnp.bfloat16
     flat = (jax.lax.bitcast_convert_type(kept, jnp.uint16) if bits else kept).reshape(num_layers * num_groups * depth, width)
@@ -45,7 +46,8 @@ def few_rows_product(rows: Array, kept: Array, layer: Array, group_sizes: Array)
         return total
 
     out = jax.lax.fori_loop(0, depth // at_once, add, jnp.zeros((rows.shape[0], width), jnp.float32))
-    return jnp.where((expert < num_groups)[:, None], out, 0.0).astype(rows.dtype)
+    own = (index >= first_row) & (expert < num_groups)
+    return jnp.where(own[:, None], out, 0.0).astype(rows.dtype)
 
 
 def _widen(bits: Array) -> Array:

@@ -34,6 +34,13 @@ class AttentionMask:
         return cls(segment_ids, segment_ids, index, index)
 
     @classmethod
+    def bidirectional(cls, segment_ids: jax.Array) -> AttentionMask:
+        """Self attention within segments [B, T] in both directions: every query stands after the last key."""
+        segment_ids = segment_ids.astype(jnp.int32)
+        index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
+        return cls(segment_ids, segment_ids, jnp.full_like(index, segment_ids.shape[1]), index)
+
+    @classmethod
     def cached(cls, query_segment_ids: jax.Array, key_segment_ids: jax.Array, index: jax.Array | int) -> AttentionMask:
         """New tokens that stand at slots index, index + 1, ... of a cache.
 
