@@ -97,6 +97,29 @@ class MoETrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """How tokens and modalities count in the objective.
+
+    Attributes:
+      token_balanced: divide the cross-entropy by the constant number of places of a step instead of its scored tokens, so that
+        documents with few labels (many image tokens) do not weigh more a label; what is reported stays the mean.
+      text_weight, multimodal_weight: factors of the labels in documents of text alone, and with images or videos.
+      vision_router_weight: factor of the vision experts' router losses beside those of the text experts.
+    """
+
+    token_balanced: bool = False
+    text_weight: float = 1.0
+    multimodal_weight: float = 1.0
+    vision_router_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        weights = ("text_weight", "multimodal_weight", "vision_router_weight")
+        _at_least("config.loss", 0.0, **{name: getattr(self, name) for name in weights})
+        if not (self.text_weight or self.multimodal_weight):
+            raise ValueError("config.loss: text_weight and multimodal_weight are both 0; one must be positive to train anything")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW, clipping, averaging and what happens to non-finite steps.
 
@@ -251,7 +274,12 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole run. Batch sizes are global: `batch_size` rows of `seq_len` tokens an optimiser step, in `accumulate` parts."""
+    """A whole run. Batch sizes are global: `batch_size` rows of `seq_len` tokens an optimiser step, in `accumulate` parts.
+
+    `trainable` lists patterns of parameter paths that are trained (`*` for anything, `!` takes away; see `trained_paths`): the
+    rest has no gradient and no optimiser state. `init_from` names a Hugging Face checkpoint folder whose weights the run starts
+    with, such as the export of the stage before; None starts from random ones.
+    """
 
     model: ModelConfig
     steps: int
@@ -264,8 +292,11 @@ class RunConfig:
     remat: str | tuple[str, ...] = "none"
     attention: str = "auto"
     loss_chunk: int = 1024
+    trainable: tuple[str, ...] = ("*",)
+    init_from: str | None = None
     mesh: MeshConfig = field(default_factory=MeshConfig)
     moe: MoETrainConfig = field(default_factory=MoETrainConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     data: DataConfig

@@ -37,9 +37,16 @@ def token_losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def chunked_cross_entropy(
-    hidden: jax.Array, kernel: jax.Array, labels: jax.Array, dtypes: DtypePolicy, *, chunk: int, layout: Layout | None = None
+    hidden: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    dtypes: DtypePolicy,
+    *,
+    chunk: int,
+    layout: Layout | None = None,
+    weights: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum of the token losses and number of scored tokens, holding logits of one chunk at a time, forward and backward.
+    """Sum of the token losses, and each of them, holding logits of one chunk at a time, forward and backward.
 
     Args:
       hidden: [B, T, D], normed.
@@ -48,9 +55,10 @@ def chunked_cross_entropy(
       dtypes: formats of the head product.
       chunk: tokens of a device whose logits exist at once.
       layout: mesh and rules, to know how many rows a device has.
+      weights: [B, T] float32 factor of each token's loss in the sum, None for 1; it has no gradient.
 
     Returns:
-      (loss sum, token count), float32 scalars over the whole batch.
+      (weighted sum over the whole batch, losses [B, T] without weights, for reports: they have no gradient), float32.
     """
     batch, tokens, dim = hidden.shape
     rows = max(1, batch // (1 if layout is None else layout.axis_size(*BATCH_AXES)))
@@ -61,30 +69,36 @@ def chunked_cross_entropy(
         hidden = constrain(hidden, "batch", "full_sequence", "activation_embed")
         extra = pieces * width - tokens
         hidden = jnp.pad(hidden, ((0, 0), (0, extra), (0, 0)))
-        padded = jnp.pad(labels, ((0, 0), (0, extra)), constant_values=IGNORE)
 
-        split = (
-            jnp.moveaxis(hidden.reshape(batch, pieces, width, dim), 1, 0),
-            jnp.moveaxis(padded.reshape(batch, pieces, width), 1, 0),
-        )
+        def cut(x: jax.Array, fill: float) -> jax.Array:
+            padded = jnp.pad(x, ((0, 0), (0, extra)), constant_values=fill)
+            return jnp.moveaxis(padded.reshape(batch, pieces, width), 1, 0)
+
+        states = jnp.moveaxis(hidden.reshape(batch, pieces, width, dim), 1, 0)
+        factors = None if weights is None else cut(jax.lax.stop_gradient(weights), 0)
         with jax.named_scope("head_and_loss"):
-            total = _loss_sum((dtypes, layout), *split, kernel)
-    return total, jnp.sum(labels >= 0, dtype=jnp.float32)
+            total, losses = _loss_sum((dtypes, layout), states, cut(labels, IGNORE), factors, kernel)
+    return total, jax.lax.stop_gradient(jnp.moveaxis(losses, 0, 1).reshape(batch, -1)[:, :tokens])
 
 
 # Number formats and layout; the latter because a forward pass for gradients may be traced after the caller has left it.
 _Settings = tuple[DtypePolicy, Layout | None]
+# Hidden states [B, w, D], labels and weights [B, w].
+_Piece = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss_sum(settings: _Settings, hidden: jax.Array, labels: jax.Array, kernel: jax.Array) -> jax.Array:
-    """hidden [P, B, w, D], labels [P, B, w], kernel [V, D] -> the sum of all token losses."""
+def _loss_sum(
+    settings: _Settings, hidden: jax.Array, labels: jax.Array, weights: jax.Array | None, kernel: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """hidden [P, B, w, D], labels and weights [P, B, w], kernel [V, D] -> the weighted sum of token losses, and all of them."""
 
-    def piece(total: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        states, targets = x
-        return total + jnp.sum(token_losses(_logits(settings, states, kernel), targets)), None
+    def piece(total: jax.Array, x: _Piece) -> tuple[jax.Array, jax.Array]:
+        states, targets, factors = x
+        losses = token_losses(_logits(settings, states, kernel), targets)
+        return total + jnp.sum(losses if factors is None else losses * factors), losses
 
-    return jax.lax.scan(piece, jnp.zeros((), jnp.float32), (hidden, labels))[0]
+    return jax.lax.scan(piece, jnp.zeros((), jnp.float32), (hidden, labels, weights))
 
 
 def _logits(settings: _Settings, states: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -95,32 +109,36 @@ def _logits(settings: _Settings, states: jax.Array, kernel: jax.Array) -> jax.Ar
 
 
 def _forward(
-    settings: _Settings, hidden: jax.Array, labels: jax.Array, kernel: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The sum, and its gradients with respect to hidden and (turned, [D, V]) kernel."""
+    settings: _Settings, hidden: jax.Array, labels: jax.Array, weights: jax.Array | None, kernel: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Sum and losses, and the sum's gradients with respect to hidden and (turned, [D, V]) kernel."""
     dtypes, layout = settings
     head = dtypes.cast(kernel)
 
-    def piece(carry: tuple[jax.Array, jax.Array], x: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def piece(carry: tuple[jax.Array, jax.Array], x: _Piece) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
         total, d_head = carry
-        states, targets = x
+        states, targets, factors = x
         losses, pullback = jax.vjp(lambda logits: token_losses(logits, targets), _logits(settings, states, kernel))
-        d_logits = pullback(jnp.ones_like(losses))[0].astype(states.dtype)
+        factors = jnp.ones_like(losses) if factors is None else factors
+        d_logits = pullback(factors)[0].astype(states.dtype)
         with use_layout(layout):
             d_states = jnp.einsum("btv,vd->btd", d_logits, head)
             d_states = constrain(d_states, "batch", "full_sequence", "activation_embed")
         # [D, V]: of the two factors of a product over tokens one is turned first; that should not be the logits.
         d_head += jnp.einsum("btd,btv->dv", states, d_logits, preferred_element_type=jnp.float32)
-        return (total + jnp.sum(losses), d_head), d_states
+        return (total + jnp.sum(losses * factors), d_head), (d_states, losses)
 
     zero = jnp.zeros((kernel.shape[1], kernel.shape[0]), jnp.float32)
-    (total, d_head), d_hidden = jax.lax.scan(piece, (jnp.zeros((), jnp.float32), zero), (hidden, labels))
-    return total, (d_hidden, d_head)
+    (total, d_head), (d_hidden, losses) = jax.lax.scan(piece, (jnp.zeros((), jnp.float32), zero), (hidden, labels, weights))
+    return (total, losses), (d_hidden, d_head)
 
 
-def _backward(settings: _Settings, saved: tuple[jax.Array, jax.Array], ct: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+def _backward(
+    settings: _Settings, saved: tuple[jax.Array, jax.Array], cts: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, None, None, jax.Array]:
     d_hidden, d_head = saved
-    return (ct * d_hidden.astype(jnp.float32)).astype(d_hidden.dtype), None, (ct * d_head.T).astype(settings[0].param)
+    ct, _ = cts
+    return (ct * d_hidden.astype(jnp.float32)).astype(d_hidden.dtype), None, None, (ct * d_head.T).astype(settings[0].param)
 
 
 _loss_sum.defvjp(_forward, _backward)

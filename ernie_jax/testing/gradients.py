@@ -13,8 +13,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ernie_jax.config import ComputeConfig, ModelConfig
-from ernie_jax.models import TextModel, abstract_model, init_model, text_inputs
-from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, StepTotals, pretraining_loss
+from ernie_jax.models import TextModel, abstract_model, batch_shardings, init_model, inputs_of
+from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, TokenWeights, pretraining_loss
+from ernie_jax.objectives.step_totals import StepTotals
 from ernie_jax.sharding import make_layout, state_shardings, variables_by_path
 
 
@@ -59,6 +60,7 @@ def loss_and_gradients(
     compute: ComputeConfig = ComputeConfig(),
     rules: str = "tp_sp",
     weights: RouterLossWeights = RouterLossWeights(aux=0.1, z=0.01, orthogonal=0.1),
+    token_weights: TokenWeights = TokenWeights(),
     seed: int = 0,
     edit: Any = None,
 ) -> Evaluation:
@@ -66,14 +68,16 @@ def loss_and_gradients(
 
     Args:
       config: model shape.
-      batch: as `random_batch` makes it.
+      batch: as `random_batch` or `random_multimodal_batch` makes it.
       mesh: where to run; the same seed gives the same parameters on every mesh.
       compute, rules: how to run.
       weights: router losses.
+      token_weights: how labels count.
       seed: of the parameters.
       edit: a function of the state that changes parameters before the run, for example to skew the routing.
     """
     layout = make_layout(mesh, config, rules)
+    multimodal = config.vision is not None
     graphdef, abstract = nnx.split(abstract_model(config, compute, layout))
     # Initialised once on one device and then placed: an initialisation compiled for each mesh would take longer than the step.
     state = initial_state(config, seed)
@@ -82,16 +86,18 @@ def loss_and_gradients(
 
     def loss(params: Any, rest: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, LossParts]:
         model: TextModel = nnx.merge(graphdef, params, rest)
-        inputs = text_inputs(config, batch["input_ids"], segment_ids=batch["segment_ids"], position_ids=batch["position_ids"])
-        totals = StepTotals(
-            scored=jnp.sum(batch["labels"] >= 0).astype(jnp.float32),
-            tokens=jnp.sum(batch["segment_ids"] != 0).astype(jnp.float32),
-            share=jnp.ones(()),
-        )
-        return pretraining_loss(model, inputs, batch["labels"], totals, weights)
+        kinds = batch.get("document_kinds")
+        totals = StepTotals.of(batch["labels"], batch["segment_ids"], batch.get("modality_ids"), kinds)
+        return pretraining_loss(model, inputs_of(batch), batch["labels"], totals, weights, token_weights, kinds)
 
-    compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, rest, batch).compile()
-    (value, parts), gradients = compiled(params, rest, batch)
+    placed = batch
+    if multimodal:
+        # Rows that the batch shards do not divide stay whole; patches are always spread, as the pipeline spreads them.
+        where = batch_shardings(layout, multimodal=True)
+        shards = layout.shards("batch")
+        placed = {key: jax.device_put(x, where[key] if len(x) % shards == 0 else layout.replicated) for key, x in batch.items()}
+    compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, rest, placed).compile()
+    (value, parts), gradients = compiled(params, rest, placed)
     arrays = {path: np.asarray(variable[...]) for path, variable in variables_by_path(gradients).items()}
     return Evaluation(float(value), arrays, jax.device_get(parts), compiled.as_text() or "")
 

@@ -15,15 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ernie_jax.config.run import RunConfig
-from ernie_jax.models import TextInputs, TextModel, abstract_model
+from ernie_jax.models import Batch, TextModel, abstract_model, inputs_of
+from ernie_jax.models.batches import logical_axes_of
 from ernie_jax.moe import RouterBias
-from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, StepTotals, pretraining_loss
+from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, TokenWeights, pretraining_loss
+from ernie_jax.objectives.step_totals import StepTotals
 from ernie_jax.sharding import BATCH_AXES, Layout, constrain, use_layout
 from ernie_jax.train.optimizer import Arrays
 from ernie_jax.train.state import TrainState, gradient_shardings, trained_values, with_values
-
-Batch = dict[str, jax.Array]
-BATCH_KEYS = ("input_ids", "labels", "segment_ids", "position_ids")
 
 
 def check_batch_size(batch_size: int, accumulate: int, layout: Layout) -> None:
@@ -42,18 +41,17 @@ def check_batch_size(batch_size: int, accumulate: int, layout: Layout) -> None:
 
 
 def split_microbatches(batch: Batch, accumulate: int) -> Batch:
-    """[B, T] -> [A, B / A, T]; microbatch a holds rows a, a + A, ...: each device splits the rows it already has."""
+    """[B, T] -> [A, B / A, T]; microbatch a holds rows a, a + A, ...: each device splits the rows it already has.
 
-    def split(x: jax.Array) -> jax.Array:
+    Of the groups of images, [S A, M, ...] -> [A, S, M, ...], likewise: group s A + a belongs to the rows of shard s in microbatch a.
+    """
+
+    def split(key: str, x: jax.Array) -> jax.Array:
         rows = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])
-        return constrain(jnp.swapaxes(rows, 0, 1), None, "batch", *(None,) * (x.ndim - 1))
+        axes = (None, *logical_axes_of(key))
+        return constrain(jnp.swapaxes(rows, 0, 1), *axes, *(None,) * (x.ndim + 1 - len(axes)))
 
-    return jax.tree.map(split, batch)
-
-
-def text_inputs_of(batch: Batch) -> TextInputs:
-    """The model's inputs of a batch (trusted: the pipeline checks them)."""
-    return TextInputs(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+    return {key: split(key, x) for key, x in batch.items()}
 
 
 def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batch], tuple[Arrays, jax.Array, LossParts]]:
@@ -68,7 +66,7 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
     check_batch_size(run.batch_size, run.accumulate, layout)
     graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)[0]
     shardings = gradient_shardings(run, layout)
-    weights = loss_weights(run)
+    weights, token_weights = loss_weights(run), token_weights_of(run)
     count_first = run.accumulate > 1 and weights.aux > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0
 
     def gradients(state: TrainState, batch: Batch) -> tuple[Arrays, jax.Array, LossParts]:
@@ -77,14 +75,16 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
             return model
 
         def loss(values: Arrays, part: Batch, totals: StepTotals) -> tuple[jax.Array, LossParts]:
-            return pretraining_loss(model_of(values), text_inputs_of(part), part["labels"], totals, weights)
+            kinds = part.get("document_kinds")
+            return pretraining_loss(model_of(values), inputs_of(part), part["labels"], totals, weights, token_weights, kinds)
 
         def one(part: Batch) -> tuple[Arrays, jax.Array, LossParts]:
             (total, parts), grads = jax.value_and_grad(loss, has_aux=True)(values, part, totals)
             return _placed(grads, shardings), total, parts
 
         values = trained_values(run, state.params)
-        totals = _totals(batch, run.accumulate)
+        kinds = batch.get("modality_ids"), batch.get("document_kinds")
+        totals = StepTotals.of(batch["labels"], batch["segment_ids"], *kinds, share=1.0 / run.accumulate)
         with use_layout(layout):
             parts = split_microbatches(_after(totals, batch), run.accumulate)
         if count_first:
@@ -103,15 +103,14 @@ def loss_weights(run: RunConfig) -> RouterLossWeights:
         z=moe.z_loss_coef,
         orthogonal=moe.orthogonal_coef if moe.orthogonal_form == "loss" else 0.0,
         orthogonal_groups=moe.orthogonal_groups,
+        vision=run.loss.vision_router_weight,
     )
 
 
-def _totals(batch: Batch, accumulate: int) -> StepTotals:
-    return StepTotals(
-        scored=jnp.sum(batch["labels"] >= 0, dtype=jnp.float32),
-        tokens=jnp.sum(batch["segment_ids"] != 0, dtype=jnp.float32),
-        share=jnp.float32(1.0 / accumulate),
-    )
+def token_weights_of(run: RunConfig) -> TokenWeights:
+    """How labels count."""
+    loss = run.loss
+    return TokenWeights(text=loss.text_weight, multimodal=loss.multimodal_weight, token_balanced=loss.token_balanced)
 
 
 def _after(totals: StepTotals, batch: Batch) -> Batch:
@@ -120,15 +119,22 @@ def _after(totals: StepTotals, batch: Batch) -> Batch:
     XLA:CPU keeps no order between a sum over devices and a loop that has such sums inside when neither needs the other: devices
     that begin with different ones wait for each other for ever. A choice that is always the same is a need it cannot remove.
     """
-    return {name: jnp.where(totals.tokens >= 0, values, 0) for name, values in batch.items()}
+    known = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(totals)) >= 0
+    return {name: jnp.where(known, values, 0) for name, values in batch.items()}
 
 
 def _with_choices(totals: StepTotals, model: TextModel, parts: Batch) -> StepTotals:
-    def choices(part: Batch) -> tuple[jax.Array, ...]:
-        _, routers = model.hidden(text_inputs_of(part))
-        return tuple(router.stats.top_k for router in routers)
+    def choices(part: Batch) -> tuple[Any, Any]:
+        _, routers = model.hidden(inputs_of(part))
+        text = tuple(router.stats.top_k for router in routers)
+        return text, tuple(router.vision.top_k for router in routers if router.vision is not None)
 
-    return replace(totals, top_k=jax.lax.stop_gradient(_scan_sum(choices, parts)), top_k_tokens=totals.tokens)
+    text, vision = jax.lax.stop_gradient(_scan_sum(choices, parts))
+    return replace(
+        totals,
+        text=replace(totals.text, top_k=text),
+        vision=None if totals.vision is None else replace(totals.vision, top_k=vision),
+    )
 
 
 def _placed(grads: Arrays, shardings: dict[str, Any]) -> Arrays:

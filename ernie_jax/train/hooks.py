@@ -125,17 +125,17 @@ class LogHook(Hook):
 
 
 class EvalHook(Hook):
-    """Held-out loss: `evaluate(state)` gives nats a token, noted as `eval_loss`."""
+    """Held-out losses: `evaluate(state)` gives nats a token by name (`eval_loss` and its parts), which are noted."""
 
     blocking = True
     at_end = True
 
-    def __init__(self, every: int, evaluate: Callable[[TrainState], float]) -> None:
+    def __init__(self, every: int, evaluate: Callable[[TrainState], Record]) -> None:
         self.every, self._evaluate = every, evaluate
 
     def at_step(self, moment: Moment) -> None:
         """Evaluate."""
-        moment.notes["eval_loss"] = self._evaluate(moment.state)
+        moment.notes.update(self._evaluate(moment.state))
 
 
 class CheckpointHook(Hook):

@@ -15,11 +15,11 @@ from ernie_jax.checkpoint import save_pretrained
 from ernie_jax.config.parameters import count_parameters
 from ernie_jax.config.run import RunConfig
 from ernie_jax.data import Tokenizer, unigram_entropy
-from ernie_jax.models import TextModel
+from ernie_jax.models import TextModel, batch_shardings
 from ernie_jax.sharding import Layout
 from ernie_jax.train.data import open_data
 from ernie_jax.train.flops import Peak, flops_per_token, peak_flops
-from ernie_jax.train.gradients import BATCH_KEYS, check_batch_size
+from ernie_jax.train.gradients import check_batch_size
 from ernie_jax.train.hooks import CheckpointHook, EvalHook, Hook, LogHook, ProfileHook, SampleHook
 from ernie_jax.train.loop import Loop
 from ernie_jax.train.plots import plot_run
@@ -27,8 +27,9 @@ from ernie_jax.train.preemption import StopSignal
 from ernie_jax.train.progress import Progress
 from ernie_jax.train.records import Throughput, read_records, rewind_records
 from ernie_jax.train.resume import RunCheckpoints
-from ernie_jax.train.state import TrainState, init_state, mesh_of, run_layout
-from ernie_jax.train.step import batch_sharding, make_eval_step, make_train_step, model_of
+from ernie_jax.train.start import starting_state
+from ernie_jax.train.state import TrainState, mesh_of, run_layout
+from ernie_jax.train.step import make_eval_step, make_train_step, model_of
 
 
 class Generate(Protocol):
@@ -109,7 +110,7 @@ class _Trainer:
                 (workdir / "config.json").write_text(json.dumps(run.to_dict(), indent=2) + "\n")
                 rewind_records(workdir / "metrics.jsonl", resumed or 0)
                 result.unlink(missing_ok=True)
-            state = self._loop(state or init_state(run, self.layout), checkpoints, stop)
+            state = self._loop(state or starting_state(run, self.layout), checkpoints, stop)
             checkpoints.wait()
             return self._finish(state, stop.received if int(state.step) < run.steps else None, resumed)
 
@@ -148,15 +149,19 @@ class _Trainer:
 
     def _place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """This process's rows of a batch as its part of the global arrays."""
-        sharding = batch_sharding(self.layout)
-        return {key: jax.make_array_from_process_local_data(sharding, batch[key]) for key in BATCH_KEYS}
+        shardings = batch_shardings(self.layout, multimodal=self.run.model.vision is not None)
+        return {key: jax.make_array_from_process_local_data(sharding, batch[key]) for key, sharding in shardings.items()}
 
-    def _evaluate(self, state: TrainState) -> float:
-        """Held-out loss in nats a token."""
+    def _evaluate(self, state: TrainState) -> dict[str, float]:
+        """Held-out loss in nats a token: over all, and of a vision-language model by the kind of document."""
         assert self.data.held_out is not None
         parts = [self.eval_step(state, self._place(batch)) for batch in self.data.held_out]
-        total, scored = (float(sum(column)) for column in zip(*jax.device_get(parts), strict=True))
-        return total / scored
+        totals, scored = (np.stack(column).sum(0, dtype=np.float64) for column in zip(*jax.device_get(parts), strict=True))
+        losses = {"eval_loss": float(totals.sum() / scored.sum())}
+        for kind, total, count in zip(("text", "multimodal") if len(totals) > 1 else (), totals, scored, strict=False):
+            if count:
+                losses[f"eval_loss_{kind}"] = float(total / count)
+        return losses
 
     def _sample(self, state: TrainState) -> str:
         assert self.generate is not None

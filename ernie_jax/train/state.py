@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from ernie_jax.config.run import RunConfig
+from ernie_jax.config.trainable import trained_paths
 from ernie_jax.models import TextModel, abstract_model, build_model, run_once_options
 from ernie_jax.moe import RouterBias
 from ernie_jax.sharding import Layout, logical_axes, make_layout, make_mesh, map_variables, variables_by_path
@@ -64,9 +65,14 @@ def moment_layout(run: RunConfig, layout: Layout) -> Layout:
 
 
 def trained_values(run: RunConfig, params: nnx.State) -> Arrays:
-    """`path -> array` of the parameters that are not frozen."""
-    values = {path: variable.get_value() for path, variable in variables_by_path(params).items()}
-    return {path: value for path, value in values.items() if not (run.moe.freeze_gate and is_gate(path))}
+    """`path -> array` of the parameters that are not frozen (by `trainable`, or gates by `moe.freeze_gate`).
+
+    Raises:
+      ValueError: a pattern of `trainable` that names no parameter.
+    """
+    variables = variables_by_path(params)
+    trained = trained_paths(variables, run.trainable)
+    return {path: variables[path].get_value() for path in trained if not (run.moe.freeze_gate and is_gate(path))}
 
 
 def with_values(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,41 +10,41 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from ernie_jax.config.run import RunConfig
-from ernie_jax.models import TextModel, abstract_model
-from ernie_jax.moe import RouterBias, balance_rate, orthogonal_loss, update_bias
+from ernie_jax.models import Batch, TextModel, abstract_model, batch_shardings, inputs_of
+from ernie_jax.moe import RouterBias, RouterStats, balance_rate, orthogonal_loss, update_bias
 from ernie_jax.objectives import chunked_cross_entropy
 from ernie_jax.objectives.pretraining import LossParts
 from ernie_jax.sharding import Layout, variables_by_path
-from ernie_jax.train.gradients import Batch, make_gradients, text_inputs_of
-from ernie_jax.train.moe_layers import from_stacks, to_stacks
+from ernie_jax.train.gradients import make_gradients
+from ernie_jax.train.moe_layers import from_stacks, moe_stacks, to_stacks
 from ernie_jax.train.optimizer import Arrays, make_adamw, orthogonal_step
 from ernie_jax.train.schedule import Schedule
 from ernie_jax.train.state import TrainState, state_shardings, trained_values, with_values
 
 Metrics = dict[str, Any]
 
-
-def batch_sharding(layout: Layout) -> NamedSharding:
-    """The sharding of every [B, T] array of a batch."""
-    return layout.sharding(("batch", None), "a batch")
+# The routers of a MoE layer, in the order of the modalities in what is reported.
+_ROUTERS = ("router", "vision_router")
 
 
 def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The compiled step `(state, batch) -> (state, metrics)`; the given state's buffers are reused, so it must not be used again.
 
-    `batch` holds `input_ids`, `labels`, `segment_ids`, `position_ids`, each [B, T] int32. A step whose loss or gradient is not
-    finite leaves parameters, moments, biases and EMA as they were; `step` (so the schedule and the data) moves on all the same.
+    `batch` holds `input_ids`, `labels`, `segment_ids`, `position_ids`, each [B, T] int32; of a vision-language model, the arrays of
+    `models.batches.MULTIMODAL_KEYS`. A step whose loss or gradient is not finite leaves parameters, moments, biases and EMA as
+    they were; `step` (so the schedule and the data) moves on all the same.
 
     Metrics are arrays on the devices, nothing is waited for: `loss` (cross-entropy a token), `total` (with router losses),
     `aux`, `z`, `orthogonal` (means over layers, without coefficients), `grad_norm` (before clipping), `lr`, `tokens`,
     `scored_tokens`, `skipped`, `skipped_in_a_row`, and under `router` for each MoE layer `load` [L, E], `entropy`, `dropped`,
-    `balance`, `bias_min`, `bias_max`, `bias_std` [L].
+    `balance`, `bias_min`, `bias_max`, `bias_std` [L]. Of a vision-language model these are of the text experts, and there are
+    `loss_text` and `loss_multimodal` (cross-entropy a label in documents of text alone, and with images), `aux_vision`,
+    `z_vision`, `orthogonal_vision`, `vision_tokens`, `patches`, and `vision_router`.
 
     Raises:
-      ValueError: a batch size that microbatches and devices do not split.
+      ValueError: a batch size that microbatches and devices do not split, a pattern of `trainable` that names nothing.
     """
     gradients = make_gradients(run, layout)
     schedule = Schedule(run.schedule, run.steps)
@@ -59,7 +59,7 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
             values, opt_state = _updated(run, state, grads, rate, finite)
             biases, ema = jax.tree.map(
                 lambda a, b: jnp.where(finite, a, b),
-                (_balanced(run, state.biases, parts), _averaged(run, state, values)),
+                (_balanced(run, state, parts), _averaged(run, state, values)),
                 (state.biases, state.ema),
             )
             new = replace(state, params=with_values(state.params, values), biases=biases, opt_state=opt_state, ema=ema)
@@ -70,37 +70,40 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
         metrics = {
             "loss": parts.loss,
             "total": total,
-            "aux": parts.aux,
-            "z": parts.z,
             "grad_norm": norm,
             "lr": rate,
             "tokens": jnp.sum(batch["segment_ids"] != 0, dtype=jnp.float32),
             "scored_tokens": jnp.sum(batch["labels"] >= 0, dtype=jnp.float32),
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
-            **_router_metrics(run, new, parts),
+            **_modality_metrics(run, batch, new, parts),
         }
         return new, metrics
 
     shardings = state_shardings(run, layout)
-    return jax.jit(
-        step, in_shardings=(shardings, batch_sharding(layout)), out_shardings=(shardings, layout.replicated), donate_argnums=0
-    )
+    batch_in = batch_shardings(layout, multimodal=run.model.vision is not None)
+    return jax.jit(step, in_shardings=(shardings, batch_in), out_shardings=(shardings, layout.replicated), donate_argnums=0)
 
 
 def make_eval_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batch], tuple[jax.Array, jax.Array]]:
-    """The compiled `(state, batch) -> (sum of the token losses, scored tokens)`, with the EMA weights where the run keeps them."""
+    """The compiled `(state, batch) -> (sums of the token losses [kinds], scored tokens [kinds])`, with the EMA weights where the
+    run keeps them; the kinds of documents are text alone and, of a vision-language model, with images."""
     graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)[0]
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         params = state.params if state.ema is None else with_values(state.params, state.ema)
         model: TextModel = nnx.merge(graphdef, params, state.biases)
-        hidden, _ = model.hidden(text_inputs_of(batch))
-        return chunked_cross_entropy(
+        hidden, _ = model.hidden(inputs_of(batch))
+        _, losses = chunked_cross_entropy(
             hidden, model.head_kernel, batch["labels"], model.dtypes, chunk=run.compute.loss_chunk, layout=layout
         )
+        scored = batch["labels"] >= 0
+        kinds = batch.get("document_kinds")
+        masks = [scored] if kinds is None else [scored & (kinds == 0), scored & (kinds != 0)]
+        return jnp.stack([jnp.sum(losses * m) for m in masks]), jnp.stack([jnp.sum(m, dtype=jnp.float32) for m in masks])
 
-    return jax.jit(evaluate, in_shardings=(state_shardings(run, layout), batch_sharding(layout)), out_shardings=layout.replicated)
+    batch_in = batch_shardings(layout, multimodal=run.model.vision is not None)
+    return jax.jit(evaluate, in_shardings=(state_shardings(run, layout), batch_in), out_shardings=layout.replicated)
 
 
 def model_of(run: RunConfig, layout: Layout, state: TrainState) -> TextModel:
@@ -119,14 +122,25 @@ def _updated(run: RunConfig, state: TrainState, grads: Arrays, rate: jax.Array, 
     return values, opt_state
 
 
-def _balanced(run: RunConfig, biases: nnx.State, parts: LossParts) -> nnx.State:
-    """The correction biases after the load of the whole step: all microbatches, all devices, once."""
-    moe = run.moe
-    if not parts.stats or not moe.bias_update_rate or moe.freeze_bias or moe.freeze_gate:
+def _balanced(run: RunConfig, state: TrainState, parts: LossParts) -> nnx.State:
+    """The correction biases after the load of the whole step: all microbatches, all devices, once.
+
+    The bias of a gate that is not trained stays too.
+    """
+    moe, biases = run.moe, state.biases
+    if not moe.bias_update_rate or moe.freeze_bias:
         return biases
-    load = to_stacks(run.model, "router/bias", jnp.stack([s.load for s in parts.stats]))
-    current = variables_by_path(biases)
-    return with_values(biases, {path: update_bias(current[path].get_value(), load[path], moe.bias_update_rate) for path in load})
+    trained, current = trained_values(run, state.params), variables_by_path(biases)
+    new: Arrays = {}
+    for name, stats in zip(_ROUTERS, (parts.stats, parts.vision_stats), strict=True):
+        if not stats:
+            continue
+        load = to_stacks(run.model, f"{name}/bias", jnp.stack([s.load for s in stats]))
+        for stack in moe_stacks(run.model):
+            path = f"{stack.path}/{name}/bias"
+            if f"{stack.path}/{name}/gate" in trained:
+                new[path] = update_bias(current[path].get_value(), load[path], moe.bias_update_rate)
+    return with_values(biases, new)
 
 
 def _averaged(run: RunConfig, state: TrainState, values: Arrays) -> Arrays | None:
@@ -137,14 +151,35 @@ def _averaged(run: RunConfig, state: TrainState, values: Arrays) -> Arrays | Non
     return {path: decay * average + (1.0 - decay) * values[path] for path, average in state.ema.items()}
 
 
-def _router_metrics(run: RunConfig, state: TrainState, parts: LossParts) -> Metrics:
-    if not parts.stats:
-        return {"orthogonal": jnp.float32(0.0), "router": {}}
-    stats = jax.tree.map(lambda *layers: jnp.stack(layers), *parts.stats)
+def _modality_metrics(run: RunConfig, batch: Batch, state: TrainState, parts: LossParts) -> Metrics:
+    metrics: Metrics = {}
+    for i, suffix in zip(range(len(parts.aux)), ("", "_vision"), strict=False):
+        metrics |= {f"aux{suffix}": parts.aux[i], f"z{suffix}": parts.z[i]}
+        groups = 1 if i else run.moe.orthogonal_groups
+        stats = parts.vision_stats if i else parts.stats
+        metrics[f"orthogonal{suffix}"], metrics[_ROUTERS[i]] = _router_metrics(run, _ROUTERS[i], groups, state, stats)
+    if "modality_ids" in batch:
+        vision = (batch["modality_ids"] != 0) & (batch["segment_ids"] != 0)
+        metrics |= {
+            "loss_text": parts.modality_loss[0],
+            "loss_multimodal": parts.modality_loss[1],
+            "vision_tokens": jnp.sum(vision, dtype=jnp.float32),
+            "patches": jnp.sum(batch["patch_segment_ids"] != 0, dtype=jnp.float32),
+        }
+    return metrics
+
+
+def _router_metrics(
+    run: RunConfig, name: str, groups: int, state: TrainState, layers: Sequence[RouterStats]
+) -> tuple[jax.Array, Metrics]:
+    """(orthogonal loss, figures by layer) of the routers of one modality."""
+    if not layers:
+        return jnp.float32(0.0), {}
+    stats = jax.tree.map(lambda *values: jnp.stack(values), *layers)
     by_path = {p: v.get_value() for s in (state.params, state.biases) for p, v in variables_by_path(s).items()}
-    bias = from_stacks(run.model, "router/bias", by_path)
-    gates = from_stacks(run.model, "router/gate", by_path)
-    router = {
+    bias = from_stacks(run.model, f"{name}/bias", by_path)
+    gates = from_stacks(run.model, f"{name}/gate", by_path)
+    figures = {
         "load": stats.load,
         "entropy": stats.entropy / jnp.maximum(stats.tokens, 1.0),
         "dropped": stats.dropped,
@@ -153,4 +188,4 @@ def _router_metrics(run: RunConfig, state: TrainState, parts: LossParts) -> Metr
         "bias_max": bias.max(-1),
         "bias_std": bias.std(-1),
     }
-    return {"orthogonal": jnp.mean(orthogonal_loss(gates, run.moe.orthogonal_groups)), "router": router}
+    return jnp.mean(orthogonal_loss(gates, groups)), figures

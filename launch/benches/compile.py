@@ -22,11 +22,10 @@ from benches.interleaved import interleave, median_ratio
 from benches.provenance import provenance
 from ernie_jax.config.run import DataConfig, RunConfig
 from ernie_jax.sharding import one_device_mesh
+from ernie_jax.models import batch_shardings
 from ernie_jax.testing import tiny_moe
 from ernie_jax.train.state import abstract_state, run_layout
-from ernie_jax.train.step import batch_sharding, make_train_step
-
-BATCH_KEYS = ("input_ids", "labels", "segment_ids", "position_ids")
+from ernie_jax.train.step import make_train_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,10 +114,12 @@ def _compile_step(config: RunConfig, phases: list[tuple[float, float, float]]) -
     """Traces, lowers and compiles the step from nothing; appends the seconds of (trace and lower, compile, processor)."""
     jax.clear_caches()
     layout = run_layout(config, one_device_mesh())
-    tokens = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32, sharding=batch_sharding(layout))
+    shape = (config.batch_size, config.seq_len)
+    shardings = batch_shardings(layout, multimodal=False)
+    batch = {key: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where) for key, where in shardings.items()}
     state = abstract_state(config, layout)
     start, processor = time.perf_counter(), time.process_time()
-    lowered = make_train_step(config, layout).lower(state, dict.fromkeys(BATCH_KEYS, tokens))
+    lowered = make_train_step(config, layout).lower(state, batch)
     middle = time.perf_counter()
     lowered.compile()
     phases.append((middle - start, time.perf_counter() - middle, time.process_time() - processor))

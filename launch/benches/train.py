@@ -42,9 +42,10 @@ from benches.provenance import provenance
 from benches.rival import ENVIRONMENT
 from ernie_jax.checkpoint import save_pretrained
 from ernie_jax.config.run import RunConfig
+from ernie_jax.models import batch_shardings
 from ernie_jax.sharding import one_device_mesh
 from ernie_jax.train.state import init_state, mesh_of, run_layout
-from ernie_jax.train.step import batch_sharding, make_train_step, model_of
+from ernie_jax.train.step import make_train_step, model_of
 
 BATCH, MESH_BATCH = (4, 512), (8, 256)
 MESH_AXES = ("data", "expert", "tensor")
@@ -68,7 +69,7 @@ class Step:
         layout = run_layout(run, mesh)
         self._step = make_train_step(run, layout)
         self._state = init_state(run, layout)
-        self._batch = {name: jax.device_put(x, batch_sharding(layout)) for name, x in training_batch(options["tokens"]).items()}
+        self._batch = jax.device_put(training_batch(options["tokens"]), batch_shardings(layout, multimodal=False))
         if options["folder"] is not None:
             save_pretrained(model_of(run, layout, self._state), options["folder"])
         leaves = jax.tree.leaves(self._state.params)

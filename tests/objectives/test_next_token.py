@@ -35,9 +35,20 @@ def test_equals_the_whole(chunk):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_counts_scored_tokens():
-    _, count = chunked_cross_entropy(HIDDEN, KERNEL, LABELS, DtypePolicy(), chunk=8)
-    assert int(count) == int((LABELS >= 0).sum())
+def test_each_loss_is_told_and_weights_change_the_sum_alone():
+    weights = jnp.asarray(np.random.default_rng(5).uniform(0, 2, LABELS.shape), jnp.float32)
+
+    def whole(hidden, kernel):
+        return jnp.sum(token_losses(hidden @ kernel.T, LABELS) * weights)
+
+    def pieces(hidden, kernel):
+        return chunked_cross_entropy(hidden, kernel, LABELS, DtypePolicy(), chunk=8, weights=weights)[0]
+
+    total, losses = chunked_cross_entropy(HIDDEN, KERNEL, LABELS, DtypePolicy(), chunk=8, weights=weights)
+    np.testing.assert_allclose(losses, token_losses(HIDDEN @ KERNEL.T, LABELS), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(total, whole(HIDDEN, KERNEL), rtol=1e-5)
+    got, want = (jax.grad(f, argnums=(0, 1))(HIDDEN, KERNEL) for f in (pieces, whole))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
 def test_on_a_mesh():
