@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ernie_jax.config import ModelConfig, MoEConfig
+from ernie_jax.config.model import VisionConfig
 
 
 def tiny_moe(**changes: Any) -> ModelConfig:
@@ -32,3 +33,21 @@ def tiny_moe(**changes: Any) -> ModelConfig:
 def tiny_dense(**changes: Any) -> ModelConfig:
     """Two dense layers with a head width that is not hidden_size / heads, as in 0.3B."""
     return replace(tiny_moe(), moe=None, num_hidden_layers=2, head_dim=16, **changes)
+
+
+def tiny_vl(**changes: Any) -> ModelConfig:
+    """`tiny_moe` with vision experts of half the width, a tower of two blocks on patches of 2 x 2, and 3D positions."""
+    vision = VisionConfig(
+        depth=2,
+        hidden_size=16,
+        num_heads=2,
+        intermediate_size=32,
+        patch_size=2,
+        image_token_id=58,
+        image_start_token_id=59,
+        image_end_token_id=60,
+        video_token_id=61,
+        video_start_token_id=62,
+        video_end_token_id=63,
+    )
+    return replace(tiny_moe(vision_intermediate_size=8, **changes), mrope_section=(1, 1, 2), vision=vision)
