@@ -4,7 +4,7 @@ from ernie_jax.checkpoint import load_pretrained, save_pretrained
 from ernie_jax.config import ComputeConfig, ModelConfig, config_from_hf, count_parameters, preset
 from ernie_jax.data import Tokenizer
 from ernie_jax.models import TextModel, init_model
-from ernie_jax.serve import generate
+from ernie_jax.serve import chat, generate
 from ernie_jax.sharding import make_layout, make_mesh
 
 __version__ = "0.1.0"
@@ -14,6 +14,7 @@ __all__ = [
     "ModelConfig",
     "TextModel",
     "Tokenizer",
+    "chat",
     "config_from_hf",
     "count_parameters",
     "generate",

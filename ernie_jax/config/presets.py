@@ -94,6 +94,41 @@ PRESETS: dict[str, ModelConfig] = {
             layer_start=1,
         ),
     ),
+    # Its tokenizer, trained on the spot, has the markers of images and videos behind its three special tokens.
+    "quickstart-vl": ModelConfig(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        initializer_range=0.02,
+        mrope_section=(6, 6, 4),
+        moe=MoEConfig(
+            num_experts=8,
+            num_experts_per_tok=2,
+            intermediate_size=128,
+            num_shared_experts=1,
+            layer_start=1,
+            vision_intermediate_size=64,
+        ),
+        vision=VisionConfig(
+            depth=3,
+            hidden_size=64,
+            num_heads=4,
+            intermediate_size=256,
+            patch_size=4,
+            image_token_id=3,
+            image_start_token_id=4,
+            image_end_token_id=5,
+            video_token_id=6,
+            video_start_token_id=7,
+            video_end_token_id=8,
+        ),
+    ),
 }
 
 

@@ -7,16 +7,12 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from ernie_jax.config.bounds import at_least
 from ernie_jax.config.compute import ATTENTION, DISPATCH, DTYPES, GROUPED_MATMUL, ComputeConfig, one_of
+from ernie_jax.config.data import DataConfig
 from ernie_jax.config.model import ModelConfig
 
 logger = logging.getLogger(__name__)
-
-
-def _at_least(owner: str, bound: float, /, **fields: float | None) -> None:
-    for name, value in fields.items():
-        if value is not None and value < bound:
-            raise ValueError(f"{owner}.{name}={value}; expected at least {bound}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +88,8 @@ class MoETrainConfig:
         one_of("config.moe", "orthogonal_form", self.orthogonal_form, ("loss", "step"))
         one_of("config.moe", "balance_scope", self.balance_scope, ("step", "microbatch"))
         coefficients = ("aux_loss_coef", "z_loss_coef", "orthogonal_coef", "bias_update_rate")
-        _at_least("config.moe", 0.0, **{name: getattr(self, name) for name in coefficients})
-        _at_least("config.moe", 1, orthogonal_groups=self.orthogonal_groups)
+        at_least("config.moe", 0.0, **{name: getattr(self, name) for name in coefficients})
+        at_least("config.moe", 1, orthogonal_groups=self.orthogonal_groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +110,7 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         weights = ("text_weight", "multimodal_weight", "vision_router_weight")
-        _at_least("config.loss", 0.0, **{name: getattr(self, name) for name in weights})
+        at_least("config.loss", 0.0, **{name: getattr(self, name) for name in weights})
         if not (self.text_weight or self.multimodal_weight):
             raise ValueError("config.loss: text_weight and multimodal_weight are both 0; one must be positive to train anything")
 
@@ -145,8 +141,8 @@ class OptimizerConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise ValueError(f"config.optimizer.{name}={value}; expected a number in [0, 1)")
-        _at_least("config.optimizer", 0.0, eps=self.eps, weight_decay=self.weight_decay)
-        _at_least("config.optimizer", 1, max_nonfinite=self.max_nonfinite)
+        at_least("config.optimizer", 0.0, eps=self.eps, weight_decay=self.weight_decay)
+        at_least("config.optimizer", 1, max_nonfinite=self.max_nonfinite)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"config.optimizer.clip_norm={self.clip_norm}; expected a positive norm, or None for no clipping")
 
@@ -173,53 +169,11 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         one_of("config.schedule", "kind", self.kind, ("wsd", "cosine", "constant"))
         one_of("config.schedule", "tail", self.tail, ("1-sqrt", "half_life"))
-        _at_least("config.schedule", 0, warmup=self.warmup, minimum=self.minimum)
+        at_least("config.schedule", 0, warmup=self.warmup, minimum=self.minimum)
         if not self.peak > 0 or self.minimum > self.peak:
             raise ValueError(
                 f"config.schedule: peak={self.peak}, minimum={self.minimum}; expected a positive peak and a minimum not above it"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where tokens come from.
-
-    Attributes:
-      kind: `files` reads `paths`; `standard_library` makes a corpus of the running Python's own source text.
-      paths, eval_paths: globs of training and held-out files (text, JSONL, Parquet).
-      format: `auto` by suffix, or `text`, `jsonl`, `parquet`.
-      text_field: field or column with the text.
-      tokenizer: folder with a `tokenizer.json`; None trains one on the corpus (kind `standard_library`).
-      packing: `greedy` fills rows with several documents, `none` gives each document its own rows.
-      on_bad_record: `error`, or `skip` and count.
-      shuffle: permute the records anew each epoch.
-      max_bytes: most text taken from the standard library.
-      prefetch: batches prepared ahead.
-    """
-
-    kind: str = "files"
-    paths: tuple[str, ...] = ()
-    eval_paths: tuple[str, ...] = ()
-    format: str = "auto"
-    text_field: str = "text"
-    tokenizer: str | None = None
-    packing: str = "greedy"
-    on_bad_record: str = "error"
-    shuffle: bool = True
-    max_bytes: int = 24_000_000
-    prefetch: int = 2
-
-    def __post_init__(self) -> None:
-        one_of("config.data", "kind", self.kind, ("files", "standard_library"))
-        one_of("config.data", "format", self.format, ("auto", "text", "jsonl", "parquet"))
-        one_of("config.data", "packing", self.packing, ("greedy", "none"))
-        one_of("config.data", "on_bad_record", self.on_bad_record, ("error", "skip"))
-        _at_least("config.data", 1, max_bytes=self.max_bytes)
-        _at_least("config.data", 0, prefetch=self.prefetch)
-        if self.kind == "files" and not self.paths:
-            raise ValueError("config.data.paths is empty; give globs of the training files, or config.data.kind='standard_library'")
-        if self.kind == "files" and self.tokenizer is None:
-            raise ValueError("config.data.tokenizer is not set; give a folder with a tokenizer.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +186,8 @@ class CheckpointConfig:
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("config.checkpoint", 0, every=self.every)
-        _at_least("config.checkpoint", 1, keep=self.keep, keep_every=self.keep_every)
+        at_least("config.checkpoint", 0, every=self.every)
+        at_least("config.checkpoint", 1, keep=self.keep, keep_every=self.keep_every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +198,8 @@ class EvalConfig:
     batches: int = 8
 
     def __post_init__(self) -> None:
-        _at_least("config.eval", 0, every=self.every)
-        _at_least("config.eval", 1, batches=self.batches)
+        at_least("config.eval", 0, every=self.every)
+        at_least("config.eval", 1, batches=self.batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,8 +211,8 @@ class SampleConfig:
     max_new_tokens: int = 48
 
     def __post_init__(self) -> None:
-        _at_least("config.sample", 0, every=self.every)
-        _at_least("config.sample", 1, max_new_tokens=self.max_new_tokens)
+        at_least("config.sample", 0, every=self.every)
+        at_least("config.sample", 1, max_new_tokens=self.max_new_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +223,7 @@ class ProfileConfig:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        _at_least("config.profile", 0, start=self.start, steps=self.steps)
+        at_least("config.profile", 0, start=self.start, steps=self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +261,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "seq_len", "accumulate", "log_every")
-        _at_least("config", 1, **{name: getattr(self, name) for name in counts})
+        at_least("config", 1, **{name: getattr(self, name) for name in counts})
         one_of("config", "dtype", self.dtype, DTYPES)
         one_of("config", "attention", self.attention, ATTENTION)
         if self.batch_size % self.accumulate:

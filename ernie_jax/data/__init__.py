@@ -2,6 +2,7 @@
 
 from ernie_jax.data.corpus import Corpus, standard_library_corpus
 from ernie_jax.data.evaluation import HeldoutBatches, heldout_batches
+from ernie_jax.data.multimodal import HeldoutMultimodalBatches, heldout_multimodal_batches, make_multimodal_pipeline
 from ernie_jax.data.packing import IGNORE, PACKING_MODES, Packer
 from ernie_jax.data.pipeline import TrainIterator, make_pipeline
 from ernie_jax.data.sources import FORMATS, BadRecordError, Records, open_records
@@ -15,11 +16,14 @@ __all__ = [
     "BadRecordError",
     "Corpus",
     "HeldoutBatches",
+    "HeldoutMultimodalBatches",
     "Packer",
     "Records",
     "Tokenizer",
     "TrainIterator",
     "heldout_batches",
+    "heldout_multimodal_batches",
+    "make_multimodal_pipeline",
     "make_pipeline",
     "open_records",
     "standard_library_corpus",

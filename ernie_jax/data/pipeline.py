@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import numpy as np
@@ -16,7 +16,7 @@ from ernie_jax.data.documents import TokenizedDocuments
 from ernie_jax.data.fingerprint import data_fingerprint, refuse_changes
 from ernie_jax.data.order import RecordOrder, host_rows
 from ernie_jax.data.packing import Packer, Row
-from ernie_jax.data.sources import Paths, Records, open_records
+from ernie_jax.data.sources import Paths, open_records
 from ernie_jax.data.tokenizer import Tokenizer
 
 STATE_VERSION = 1
@@ -25,13 +25,21 @@ _READ_THREADS = 2
 _READ_AHEAD = 16
 
 
+class Closable(Protocol):
+    """What an iterator reads from; it closes it in the end."""
+
+    def close(self) -> None:
+        """Closes the files."""
+        ...
+
+
 class _Running:
     """Reading threads and open files, behind the last batch or closed.
 
     It is apart from `TrainIterator`, so that one dropped without closing, or alive when Python ends, still ends its threads.
     """
 
-    def __init__(self, batches: grain.DatasetIterator[Row], records: Records) -> None:
+    def __init__(self, batches: grain.DatasetIterator[Row], records: Closable) -> None:
         self.batches: grain.DatasetIterator[Row] | None = batches
         self._records = records
         self._last_state: dict[str, Any] = {}
@@ -48,9 +56,12 @@ class _Running:
 
 
 class TrainIterator(Iterator[Row]):
-    """Batches of this host, endless or for some epochs; see `make_pipeline`. Close it, or use it in a `with` statement."""
+    """Batches of this host, endless or for some epochs; see `make_pipeline` and `make_multimodal_pipeline`.
 
-    def __init__(self, batches: grain.DatasetIterator[Row], records: Records, fingerprint: Mapping[str, Any]) -> None:
+    Close it, or use it in a `with` statement.
+    """
+
+    def __init__(self, batches: grain.DatasetIterator[Row], records: Closable, fingerprint: Mapping[str, Any]) -> None:
         """Takes over the batches and the records, and closes them in the end."""
         self._running = _Running(batches, records)
         self._fingerprint = dict(fingerprint)
@@ -63,7 +74,7 @@ class TrainIterator(Iterator[Row]):
         return self._running.batches
 
     def __next__(self) -> Row:
-        """The next batch: int32 [B, T] `input_ids`, `labels`, `segment_ids`, `position_ids`.
+        """The next batch: int32 [B, T] `input_ids`, `labels`, `segment_ids`, `position_ids`, or as `make_multimodal_pipeline` says.
 
         Raises:
           ValueError: a bad record (file and line are named), an epoch without a token, or the iterator is closed.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from typing import IO, Protocol
+from collections.abc import Mapping
+from typing import IO, Any, Protocol
 
 import numpy as np
 from etils import epath
@@ -108,39 +109,53 @@ class JsonlShard:
           text_field: key of the text.
           files: reads it later.
         """
-        self._path = path
-        self._field = text_field
+        self.path = path
+        self.text_field = text_field
         self._files = files
         self._bounds = _line_bounds(path)
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
-    def text(self, index: int) -> str:
-        """The field of line `index + 1`."""
-        raw = self._files.read(self._path, int(self._bounds[index]), int(self._bounds[index + 1]))
-        where = f"{self._path}, line {index + 1}"
+    def where(self, index: int) -> str:
+        """Names file and line in messages."""
+        return f"{self.path}, line {index + 1}"
+
+    def record(self, index: int) -> dict[str, Any] | None:
+        """The object of line `index + 1`, None for a blank line. Raises BadRecordError."""
+        raw = self._files.read(self.path, int(self._bounds[index]), int(self._bounds[index + 1]))
+        where = self.where(index)
         try:
             line = raw.decode("utf-8-sig" if index == 0 else "utf-8")
         except UnicodeDecodeError as error:
             raise BadRecordError(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line)") from error
         if not line.strip():
-            return ""
+            return None
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise BadRecordError(f"{where}: not JSON ({error})") from error
         if not isinstance(record, dict):
-            raise BadRecordError(f"{where}: a JSON {type(record).__name__}, expected an object with the field {self._field!r}")
-        if self._field not in record:
-            raise BadRecordError(f"{where}: no field {self._field!r}; the record has {sorted(record)}")
-        text = record[self._field]
+            raise BadRecordError(f"{where}: a JSON {type(record).__name__}, expected an object with the field {self.text_field!r}")
+        return record
+
+    def text(self, index: int) -> str:
+        """The field of line `index + 1`."""
+        record = self.record(index)
+        return "" if record is None else self.text_of(record, index)
+
+    def text_of(self, record: Mapping[str, Any], index: int) -> str:
+        """The field of a record that `record` gave. Raises BadRecordError."""
+        where = self.where(index)
+        if self.text_field not in record:
+            raise BadRecordError(f"{where}: no field {self.text_field!r}; the record has {sorted(record)}")
+        text = record[self.text_field]
         if not isinstance(text, str):
-            raise BadRecordError(f"{where}: field {self._field!r} is a {type(text).__name__}, expected a string")
+            raise BadRecordError(f"{where}: field {self.text_field!r} is a {type(text).__name__}, expected a string")
         try:
             text.encode("utf-8")  # "\ud800" is valid JSON and no text
         except UnicodeEncodeError as error:
-            raise BadRecordError(f"{where}: field {self._field!r} has a lone surrogate at character {error.start}") from error
+            raise BadRecordError(f"{where}: field {self.text_field!r} has a lone surrogate at character {error.start}") from error
         return text
 
 

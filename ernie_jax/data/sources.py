@@ -57,10 +57,15 @@ class Records:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> str:
+        shard, local = self.locate(index)
+        return shard.text(local)
+
+    def locate(self, index: int) -> tuple[Shard, int]:
+        """The file of a record, and its index there."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self._shards[shard].text(index - int(self._starts[shard]))
+        return self._shards[shard], index - int(self._starts[shard])
 
     def close(self) -> None:
         """Closes the files; later reads of JSONL files raise ValueError."""

@@ -12,12 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ernie_jax.models import TextInputs, TextModel
+from ernie_jax.models import MultimodalInputs, TextInputs, TextModel
 from ernie_jax.nn.kv_cache import KVCache
+from ernie_jax.serve.prompts import Prompt, checked_prompts, padded
 from ernie_jax.serve.sampling import SamplingConfig, SamplingRows, sample
-
-# Prompts are padded to a multiple of this, so that prompts of similar length share one compiled program.
-PROMPT_MULTIPLE = 16
 
 
 class TextCodec(Protocol):
@@ -47,7 +45,7 @@ class Completion:
 
 def generate_tokens(
     model: TextModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int = 64,
     sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig(),
@@ -58,7 +56,8 @@ def generate_tokens(
 
     Args:
       model: the model, on its mesh.
-      prompts: token ids, one list a row.
+      prompts: one a row: token ids, or a `MultimodalPrompt` with images and videos; of either kind in one batch. What is
+        generated behind images goes on at the largest position of the prompt plus one, and to the text experts.
       max_new_tokens: most new tokens of a row.
       sampling: one setting for all rows (row r then draws with seed + r), or one a row.
       stop_token_ids: tokens that end a row, for all rows or one list a row; the model's end token by default.
@@ -69,12 +68,14 @@ def generate_tokens(
       One Completion a prompt, in order.
 
     Raises:
-      ValueError: no prompts, an empty prompt, one that does not fit the cache, ids outside the vocabulary, bad settings.
+      ValueError: no prompts, an empty prompt, one that does not fit the cache, ids outside the vocabulary, images that do not
+        fit their placeholders, bad settings.
     """
-    rows = _checked_prompts(model, prompts, max_new_tokens)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}; expected at least 1")
+    rows = checked_prompts(model.config, prompts)
     limit = model.config.max_position_embeddings
-    longest = max(map(len, rows))
-    padded = -(-longest // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
+    longest = max(len(row.ids) for row in rows)
     # Padding holds slots but no positions, so it may go beyond the limit where tokens may not.
     wanted = cache_length if cache_length is not None else min(longest + max_new_tokens, limit)
     if longest >= wanted:
@@ -84,14 +85,10 @@ def generate_tokens(
         )
     new_tokens = min(max_new_tokens, wanted - longest)
     settings = _rows_of(sampling, len(rows))
-    ids = np.zeros((len(rows), padded), np.int32)
-    segments = np.zeros((len(rows), padded), np.int32)
-    for i, row in enumerate(rows):
-        ids[i, padded - len(row) :] = row
-        segments[i, padded - len(row) :] = 1
     stops = _stops_of(stop_token_ids, len(rows), model.config.eos_token_id)
     graphdef, state = nnx.split(model)
-    arrays = (state, ids, segments, SamplingRows.of(settings), stops, np.int32(new_tokens))
+    batch = padded(rows, model.config.vision, model.layout)
+    arrays = (state, batch, SamplingRows.of(settings), stops, np.int32(new_tokens))
     # The buffer is sized by what was asked for, the loop by what fits: nearby lengths share a program.
     tokens, counts, stopped = jax.device_get(_generate(graphdef, max_new_tokens, *arrays))
     return [Completion(tokens[i, : counts[i]].tolist(), "stop" if stopped[i] else "length") for i in range(len(rows))]
@@ -102,18 +99,20 @@ def _generate(
     graphdef: Any,
     buffer: int,
     state: Any,
-    ids: jax.Array,
-    segments: jax.Array,
+    prompts: tuple[jax.Array, jax.Array] | MultimodalInputs,
     sampling: SamplingRows,
     stops: jax.Array,
     new_tokens: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(tokens [B, buffer], number of them [B], whether a stop token ended the row [B])."""
     model: TextModel = nnx.merge(graphdef, state)
-    batch, padded = ids.shape
-    cache = KVCache.create(model.config, batch, padded + buffer, model.dtypes.compute)
-    positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
-    logits, cache = model.next_logits(TextInputs(ids, segments, positions), cache)
+    inputs: TextInputs = prompts if isinstance(prompts, MultimodalInputs) else _text_inputs(*prompts)
+    batch, length = inputs.input_ids.shape
+    cache = KVCache.create(model.config, batch, length + buffer, model.dtypes.compute)
+    logits, cache = model.next_logits(inputs, cache)
+    # A long video may reach positions beyond the last token's; what follows begins behind them all.
+    three = inputs.position_ids.ndim == 3
+    last = inputs.position_ids.max(axis=(1, 2)) if three else inputs.position_ids[:, -1]
 
     def unfinished(carry: tuple[Any, ...]) -> jax.Array:
         _, _, _, _, _, stopped, step = carry
@@ -131,26 +130,14 @@ def _generate(
         return cache, logits, position + 1, tokens, counts, stopped, step + 1
 
     nothing = jnp.zeros((batch,), jnp.int32)
-    carry = (cache, logits, positions[:, -1] + 1, jnp.zeros((batch, buffer), jnp.int32), nothing, nothing != 0, jnp.int32(0))
+    carry = (cache, logits, last + 1, jnp.zeros((batch, buffer), jnp.int32), nothing, nothing != 0, jnp.int32(0))
     _, _, _, tokens, counts, stopped, _ = jax.lax.while_loop(unfinished, advance, carry)
     return tokens, counts, stopped
 
 
-def _checked_prompts(model: TextModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-    rows = [[int(token) for token in row] for row in prompts]
-    if not rows:
-        raise ValueError("no prompts; give at least one list of token ids")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}; expected at least 1")
-    for i, row in enumerate(rows):
-        if not row:
-            raise ValueError(
-                f"prompt {i} is empty; give at least one token (the begin token {model.config.bos_token_id}, for example)"
-            )
-        bad = [token for token in row if not 0 <= token < model.config.vocab_size]
-        if bad:
-            raise ValueError(f"prompt {i} has token id {bad[0]}; expected ids in 0..{model.config.vocab_size - 1}")
-    return rows
+def _text_inputs(ids: jax.Array, segments: jax.Array) -> TextInputs:
+    """[B, P] tokens with padding on the left."""
+    return TextInputs(ids, segments, jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0))
 
 
 def _rows_of(sampling: SamplingConfig | Sequence[SamplingConfig], count: int) -> list[SamplingConfig]:
@@ -173,13 +160,13 @@ def _stops_of(stops: Sequence[Any] | None, count: int, default: int) -> np.ndarr
     return np.array([[*row, *[-1] * (width - len(row))] for row in per_row], np.int32)
 
 
-Prompt = TypeVar("Prompt", str, list[str])
+Texts = TypeVar("Texts", str, list[str])
 
 
 def generate(
     model: TextModel,
     tokenizer: TextCodec,
-    prompt: Prompt,
+    prompt: Texts,
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -188,7 +175,7 @@ def generate(
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
     cache_length: int | None = None,
-) -> Prompt:
+) -> Texts:
     """The text that follows a prompt, or each of several; greedy unless a temperature is given.
 
     Args:

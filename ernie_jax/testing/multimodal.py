@@ -31,7 +31,7 @@ BATCHES: dict[str, Sequence[Sequence[Document]]] = {
         [[9], [7, _IMAGE, 2]],
         [[1, _TALL, 1, _WIDE, 3]],
     ],
-    "image heavy": [[[1, _LARGE, 1]]] * 5 + [[[2, _IMAGE, _VIDEO, _WIDE, 1]]] * 3,
+    "image heavy": [*[[[1, _LARGE, 1]]] * 5, *[[[2, _IMAGE, _VIDEO, _WIDE, 1]]] * 3],
     "image only": [[[_LARGE]], [[_IMAGE, _IMAGE]], [[_VIDEO]], [[_WIDE], [_TALL]]] * 2,
     "text only": [[[24]], [[7], [9]], [[3]], [[24]]] * 2,
     "one row with images": [[[2, _LARGE, 3]], *[[[20]]] * 7],

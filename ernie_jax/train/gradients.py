@@ -43,7 +43,7 @@ def check_batch_size(batch_size: int, accumulate: int, layout: Layout) -> None:
 def split_microbatches(batch: Batch, accumulate: int) -> Batch:
     """[B, T] -> [A, B / A, T]; microbatch a holds rows a, a + A, ...: each device splits the rows it already has.
 
-    Of the groups of images, [S A, M, ...] -> [A, S, M, ...], likewise: group s A + a belongs to the rows of shard s in microbatch a.
+    Of the groups of images, [S A, M, ...] -> [A, S, M, ...], likewise: group s A + a has the images of shard s in microbatch a.
     """
 
     def split(key: str, x: jax.Array) -> jax.Array:

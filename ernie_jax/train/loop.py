@@ -31,6 +31,7 @@ class Loop:
       steps: where the run ends.
       max_nonfinite: skipped steps in a row after which the run stops.
       last_checkpoint: names the checkpoint to go back to, for the error message.
+      note: what the host knows about a batch; becomes part of the step's record.
     """
 
     step_fn: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
@@ -41,6 +42,7 @@ class Loop:
     last_checkpoint: Callable[[], str]
     throughput: Throughput = field(default_factory=Throughput)
     last_record: Record | None = None
+    note: Callable[[Any], Record] = lambda batch: {}
 
     def run(self, state: TrainState, batches: Iterator[Any], stop: StopSignal) -> TrainState:
         """Train until `steps`, or until a stop is asked for; returns the state there, which every hook has seen.
@@ -51,10 +53,11 @@ class Loop:
         """
         step, pending = int(state.step), None
         while step < self.steps:
-            state, metrics = self.step_fn(state, self.place(self._next(batches, step)))
+            batch = self._next(batches, step)
+            state, metrics = self.step_fn(state, self.place(batch))
             step += 1
             stopping = stop.requested(step)
-            moment = Moment(step, state, batches, final=step == self.steps, stopping=stopping)
+            moment = Moment(step, state, batches, final=step == self.steps, stopping=stopping, notes=self.note(batch))
             self._at_boundary(moment)
             if pending is not None:
                 self._deliver(*pending)

@@ -17,7 +17,7 @@ from ernie_jax.config.run import RunConfig
 from ernie_jax.data import Tokenizer, unigram_entropy
 from ernie_jax.models import TextModel, batch_shardings
 from ernie_jax.sharding import Layout
-from ernie_jax.train.data import open_data
+from ernie_jax.train.data import image_balance, open_data
 from ernie_jax.train.flops import Peak, flops_per_token, peak_flops
 from ernie_jax.train.gradients import check_batch_size
 from ernie_jax.train.hooks import CheckpointHook, EvalHook, Hook, LogHook, ProfileHook, SampleHook
@@ -91,7 +91,7 @@ class _Trainer:
         self.peak = peak_flops(list(self.layout.mesh.devices.flat))
         say(describe(run, self.layout, self.peak))
         workdir.mkdir(parents=True, exist_ok=True)
-        self.data = open_data(run, workdir)
+        self.data = open_data(run, workdir, self.layout)
         self.throughput = Throughput()
         self.eval_step = make_eval_step(run, self.layout)
 
@@ -126,6 +126,7 @@ class _Trainer:
             max_nonfinite=run.optimizer.max_nonfinite,
             last_checkpoint=checkpoints.latest,
             throughput=self.throughput,
+            note=image_balance,
         )
         try:
             with show:
@@ -182,7 +183,7 @@ class _Trainer:
             export = workdir / "export"
             save_pretrained(model_of(self.run, self.layout, state), export)
             if first:
-                self.data.tokenizer.save(export)
+                self.data.save(export)
                 plot = plot_run(records, workdir / "plots" / "training.png", unigram_entropy=entropy, title=workdir.name)
         result = RunResult(
             steps=int(state.step),

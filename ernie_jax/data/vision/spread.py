@@ -39,6 +39,11 @@ class Spread:
     imbalance: float
     naive_imbalance: float
 
+    @property
+    def fullest(self) -> int:
+        """Most patches of a device."""
+        return int((self.source >= 0).sum(-1).max(initial=0))
+
     def place(self, pixel_values: np.ndarray) -> np.ndarray:
         """The patches [N, C] of all images, one image after another, where they belong: [S, M, n, C], zero at padding."""
         out = np.zeros((*self.source.shape, pixel_values.shape[-1]), pixel_values.dtype)

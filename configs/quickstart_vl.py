@@ -1,0 +1,31 @@
+"""python launch/train.py --config=configs/quickstart_vl.py --workdir=runs/quickstart-vl
+
+A small vision-language model, trained on text and on questions about images together: handwritten digits of scikit-learn at
+several sizes beside the source text of the Python standard library. Vision tower, resampler, 3D positions, experts of their own
+for each modality, on eight devices.
+"""
+
+import ml_collections
+
+from ernie_jax.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.model.preset = "quickstart-vl"
+    config.steps = 400
+    config.log_every = 10
+    config.batch_size = 16
+    config.seq_len = 128
+    config.mesh.update({"data": 2, "tensor": 2, "expert": 2})
+    config.schedule.update({"kind": "wsd", "peak": 2e-3, "minimum": 1e-4})
+    # References, so that `--config.steps=100` scales the schedule with it.
+    config.schedule.warmup = config.get_ref("steps") // 10
+    config.schedule.steady_end = config.get_ref("steps") * 6 // 10
+    config.moe.update({"aux_loss_coef": 1e-2, "orthogonal_coef": 1e-2, "bias_update_rate": 3e-3})
+    # An answer is one or two tokens, a text more than a hundred: without a weight the texts would drown the images.
+    config.loss.update({"multimodal_weight": 8.0})
+    config.data.update({"kind": "digits", "text_weight": 0.1, "max_bytes": 1_000_000, "max_patches": 384})
+    config.checkpoint.update({"every": 0, "keep": 1})
+    config.eval.update({"every": 100, "batches": 8})
+    return config

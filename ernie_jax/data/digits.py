@@ -1,0 +1,147 @@
+"""Questions about real images that a package ships: the handwritten digits of scikit-learn, rendered at several sizes.
+
+The 1,797 digits are those of the UCI test set of optical recognition of handwritten digits, 8 x 8 pixels of 17 grey levels each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+SIDES = (16, 24, 32, 40)
+QUESTIONS = ("Which digit is this?", "What number do you see?", "Read the digit.")
+PAIR_QUESTION = "Which digits are these?"
+_MANIFEST, _VERSION = "digits.json", 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitCorpus:
+    """Two JSONL files of conversations, with their images beside them, and their numbers of conversations."""
+
+    train_path: Path
+    heldout_path: Path
+    train_conversations: int
+    heldout_conversations: int
+
+
+def digit_corpus(
+    folder: str | os.PathLike[str], *, held_out: int = 297, copies: int = 4, pairs: int = 1500, seed: int = 0
+) -> DigitCorpus:
+    """Writes `train.jsonl`, `heldout.jsonl` and their images, or reuses what is there.
+
+    Every digit is either for training or held out. One for training stands in `copies` questions, each time at another size and
+    place; a held-out one in a single question. Questions about two digits at once are mixed in, of training digits `pairs`, of
+    held-out ones a quarter of their number.
+
+    Args:
+      folder: where the files go; made if missing.
+      held_out: digits kept from training, 1 to 1,796.
+      copies: questions for each digit of training.
+      pairs: questions for two digits of training.
+      seed: of the split, the sizes and the order.
+
+    Raises:
+      ValueError: scikit-learn is not installed, or a number out of range.
+    """
+    folder = Path(folder)
+    request = {"version": _VERSION, "held_out": held_out, "copies": copies, "pairs": pairs, "seed": seed}
+    corpus = _reusable(folder, request)
+    if corpus is not None:
+        return corpus
+    images, labels = _digits()
+    if not 1 <= held_out < len(images) or copies < 1 or pairs < 0:
+        raise ValueError(
+            f"held_out={held_out}, copies={copies}, pairs={pairs}; expected 1..{len(images) - 1}, at least 1, and at least 0"
+        )
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(images))
+    counts = []
+    for name, chosen, repeats, number in (
+        ("heldout", order[:held_out], 1, held_out // 4),
+        ("train", order[held_out:], copies, pairs),
+    ):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        records = list(_conversations(folder, name, images, labels, chosen, repeats, number, rng))
+        lines = [json.dumps(records[i]) for i in rng.permutation(len(records))]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        counts.append(len(lines))
+    corpus = _corpus(folder, counts[1], counts[0])
+    # Last: a corpus that was cut off in the making has no such file.
+    (folder / _MANIFEST).write_text(json.dumps({"request": request, "counts": [counts[1], counts[0]]}) + "\n")
+    return corpus
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ValueError("the digits are in scikit-learn, which is not installed; pip install 'ernie-jax[demo]'") from None
+    found: Any = load_digits()
+    return found.images, found.target
+
+
+def _conversations(
+    folder: Path,
+    name: str,
+    images: np.ndarray,
+    labels: np.ndarray,
+    chosen: Sequence[int] | np.ndarray,
+    repeats: int,
+    pairs: int,
+    rng: np.random.Generator,
+) -> Iterator[dict[str, Any]]:
+    count = 0
+
+    def picture(index: int) -> dict[str, str]:
+        nonlocal count
+        path = f"{name}/{count:05}.png"
+        _render(images[index], rng).save(folder / path)
+        count += 1
+        return {"type": "image", "image": path}
+
+    for index in np.repeat(np.asarray(chosen), repeats):
+        yield _conversation([picture(index)], QUESTIONS[int(rng.integers(len(QUESTIONS)))], str(labels[index]))
+    for _ in range(pairs):
+        first, second = rng.choice(np.asarray(chosen), 2, replace=False)
+        yield _conversation([picture(first), picture(second)], PAIR_QUESTION, f"{labels[first]} and {labels[second]}")
+
+
+def _conversation(pictures: Sequence[dict[str, str]], question: str, answer: str) -> dict[str, Any]:
+    content = [*pictures, {"type": "text", "text": question}]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
+
+
+def _render(digit: np.ndarray, rng: np.random.Generator) -> Image.Image:
+    """The digit on a black canvas of random sides, filling three quarters of it or more, somewhere within."""
+    width, height = (int(side) for side in rng.choice(SIDES, 2))
+    # No picture much flatter than it is wide: a digit stays one.
+    height = int(np.clip(height, width - 8, width + 8))
+    inner = [round(side * rng.uniform(0.75, 1.0)) for side in (width, height)]
+    small = Image.fromarray(np.round(digit * 255 / 16).astype(np.uint8)).resize((inner[0], inner[1]), Image.Resampling.BICUBIC)
+    canvas = Image.new("L", (width, height))
+    canvas.paste(small, (int(rng.integers(width - inner[0] + 1)), int(rng.integers(height - inner[1] + 1))))
+    return canvas
+
+
+def _corpus(folder: Path, train: int, heldout: int) -> DigitCorpus:
+    return DigitCorpus(
+        train_path=folder / "train.jsonl",
+        heldout_path=folder / "heldout.jsonl",
+        train_conversations=train,
+        heldout_conversations=heldout,
+    )
+
+
+def _reusable(folder: Path, request: dict[str, int]) -> DigitCorpus | None:
+    manifest = folder / _MANIFEST
+    if not manifest.exists():
+        return None
+    found = json.loads(manifest.read_text())
+    return _corpus(folder, *found["counts"]) if found["request"] == request else None
