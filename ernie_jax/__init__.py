@@ -3,6 +3,7 @@
 from ernie_jax.checkpoint import load_pretrained, save_pretrained
 from ernie_jax.config import ComputeConfig, ModelConfig, config_from_hf, count_parameters, preset
 from ernie_jax.data import Tokenizer
+from ernie_jax.data.vision import ImageProcessor, VideoProcessor
 from ernie_jax.models import TextModel, init_model
 from ernie_jax.serve import chat, generate
 from ernie_jax.sharding import make_layout, make_mesh
@@ -11,9 +12,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ComputeConfig",
+    "ImageProcessor",
     "ModelConfig",
     "TextModel",
     "Tokenizer",
+    "VideoProcessor",
     "chat",
     "config_from_hf",
     "count_parameters",

@@ -10,8 +10,6 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,24 +34,6 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def chat_options(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """The folder's chat template, and its image and video settings where it has them."""
-    from ernie_jax.data.chat import chat_template_of
-    from ernie_jax.data.vision import ImageProcessor, VideoProcessor
-
-    kind = args.template or ("text" if config.vision is None else "vl")
-    options: dict[str, Any] = {"template": chat_template_of(args.model, kind)}
-    if config.vision is None:
-        return options
-    for name, processor, own in (
-        ("image_processor", ImageProcessor, "preprocessor_config.json"),
-        ("video_processor", VideoProcessor, "video_preprocessor_config.json"),
-    ):
-        if any((Path(args.model) / file).exists() for file in (own, "processor_config.json")):
-            options[name] = processor.from_folder(args.model)
-    return options
-
-
 def main() -> None:
     """Load, generate, print."""
     args = parse_arguments()
@@ -63,6 +43,7 @@ def main() -> None:
     import jax
 
     import ernie_jax as ej
+    from ernie_jax.serve.chat_settings import chat_settings
 
     print(f"loading {args.model} in {args.dtype} on {jax.device_count()} {jax.default_backend()} device(s)", file=sys.stderr)
     mesh = ej.make_mesh(data=-1, expert=args.expert)
@@ -73,7 +54,7 @@ def main() -> None:
     is_chat = args.chat or media or args.template
     if is_chat:
         questions = [[{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}] for prompt in args.prompt]
-        texts = ej.chat(model, tokenizer, questions, **chat_options(args, model.config), **options)
+        texts = ej.chat(model, tokenizer, questions, **chat_settings(args.model, model.config, args.template), **options)
     else:
         texts = ej.generate(model, tokenizer, args.prompt, **options)
     seconds = time.perf_counter() - start

@@ -3,8 +3,8 @@
 D hidden size, V vocabulary, h heads, d head width, F width of an MLP or expert, E experts.
 
 `{layer}`, `{expert}`, `{vision_expert}` and `{block}` (of the vision tower) in a published name run over the dimension of our
-array with that name; which number stands for which place is `NUMBERING`. Rows whose path a model does not have do not apply to it, so a table covers every shape of
-its class.
+array with that name; which number stands for which place is `NUMBERING`. Rows whose path a model does not have do not apply
+to it, so a table covers every shape of its class.
 """
 
 from __future__ import annotations

@@ -304,10 +304,11 @@ def _vision(fields: HfFields) -> VisionConfig:
         in_channels=tower.read(int, "in_channels", "in_chans", default=usual.in_channels),
         rms_norm_eps=tower.read(float, "rms_norm_eps", default=usual.rms_norm_eps),
         rope_theta=_rope(tower, kinds=("axial", "default"), theta=usual.rope_theta)[0],
+        initializer_range=tower.read(float, "initializer_range", default=usual.initializer_range),
         **merges,
         **tokens,
     )
-    tower.raw("initializer_range", "attn_sep")
+    tower.raw("attn_sep")
     tower.warn_unread()
     return vision
 

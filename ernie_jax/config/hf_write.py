@@ -8,7 +8,6 @@ from ernie_jax.config.model import ModelConfig, MoEConfig, VisionConfig
 
 # Training hints that the classes keep in the file; nothing here reads them back.
 _ROUTER_HINTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
-_VISION_INITIALIZER_RANGE = 0.02
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -110,6 +109,7 @@ def _tower(vision: VisionConfig, dtype: str) -> dict[str, Any]:
         "hidden_act",
         "hidden_size",
         "in_channels",
+        "initializer_range",
         "intermediate_size",
         "num_heads",
         "patch_size",
@@ -119,7 +119,6 @@ def _tower(vision: VisionConfig, dtype: str) -> dict[str, Any]:
     )
     return {name: getattr(vision, name) for name in same} | {
         "dtype": dtype,
-        "initializer_range": _VISION_INITIALIZER_RANGE,
         "model_type": "ernie4_5_vl_moe_vision",
         "rope_parameters": {"rope_theta": vision.rope_theta, "rope_type": "axial"},
     }

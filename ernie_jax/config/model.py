@@ -85,6 +85,7 @@ class VisionConfig:
     temporal_merge_size: int = 2
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    initializer_range: float = 0.02
     image_token_id: int = 100295
     image_start_token_id: int = 101304
     image_end_token_id: int = 101305

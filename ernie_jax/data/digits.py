@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-SIDES = (16, 24, 32, 40)
+SIDES = (16, 24, 32)
 QUESTIONS = ("Which digit is this?", "What number do you see?", "Read the digit.")
-PAIR_QUESTION = "Which digits are these?"
+SERIES_QUESTION = "Which digits are these?"
+SERIES_LENGTH = 4
 _MANIFEST, _VERSION = "digits.json", 1
 
 
@@ -32,40 +33,40 @@ class DigitCorpus:
 
 
 def digit_corpus(
-    folder: str | os.PathLike[str], *, held_out: int = 297, copies: int = 4, pairs: int = 1500, seed: int = 0
+    folder: str | os.PathLike[str], *, held_out: int = 297, copies: int = 3, series: int = 2500, seed: int = 0
 ) -> DigitCorpus:
     """Writes `train.jsonl`, `heldout.jsonl` and their images, or reuses what is there.
 
-    Every digit is either for training or held out. One for training stands in `copies` questions, each time at another size and
-    place; a held-out one in a single question. Questions about two digits at once are mixed in, of training digits `pairs`, of
-    held-out ones a quarter of their number.
+    Every digit is either for training or held out. One for training is rendered `copies` times, each time at another size and
+    place, and a question asked about each; a held-out one once. Questions about four of these images in a row are mixed in, for
+    training `series`, held out a quarter of the number of digits.
 
     Args:
       folder: where the files go; made if missing.
       held_out: digits kept from training, 1 to 1,796.
       copies: questions for each digit of training.
-      pairs: questions for two digits of training.
+      series: questions for four digits of training.
       seed: of the split, the sizes and the order.
 
     Raises:
       ValueError: scikit-learn is not installed, or a number out of range.
     """
     folder = Path(folder)
-    request = {"version": _VERSION, "held_out": held_out, "copies": copies, "pairs": pairs, "seed": seed}
+    request = {"version": _VERSION, "held_out": held_out, "copies": copies, "series": series, "seed": seed}
     corpus = _reusable(folder, request)
     if corpus is not None:
         return corpus
     images, labels = _digits()
-    if not 1 <= held_out < len(images) or copies < 1 or pairs < 0:
+    if not 1 <= held_out < len(images) or copies < 1 or series < 0:
         raise ValueError(
-            f"held_out={held_out}, copies={copies}, pairs={pairs}; expected 1..{len(images) - 1}, at least 1, and at least 0"
+            f"held_out={held_out}, copies={copies}, series={series}; expected 1..{len(images) - 1}, at least 1, and at least 0"
         )
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(images))
     counts = []
     for name, chosen, repeats, number in (
         ("heldout", order[:held_out], 1, held_out // 4),
-        ("train", order[held_out:], copies, pairs),
+        ("train", order[held_out:], copies, series),
     ):
         (folder / name).mkdir(parents=True, exist_ok=True)
         records = list(_conversations(folder, name, images, labels, chosen, repeats, number, rng))
@@ -94,23 +95,20 @@ def _conversations(
     labels: np.ndarray,
     chosen: Sequence[int] | np.ndarray,
     repeats: int,
-    pairs: int,
+    series: int,
     rng: np.random.Generator,
 ) -> Iterator[dict[str, Any]]:
-    count = 0
+    shown = np.repeat(np.asarray(chosen), repeats)
 
-    def picture(index: int) -> dict[str, str]:
-        nonlocal count
-        path = f"{name}/{count:05}.png"
-        _render(images[index], rng).save(folder / path)
-        count += 1
-        return {"type": "image", "image": path}
+    def picture(place: int) -> dict[str, str]:
+        return {"type": "image", "image": f"{name}/{place:05}.png"}
 
-    for index in np.repeat(np.asarray(chosen), repeats):
-        yield _conversation([picture(index)], QUESTIONS[int(rng.integers(len(QUESTIONS)))], str(labels[index]))
-    for _ in range(pairs):
-        first, second = rng.choice(np.asarray(chosen), 2, replace=False)
-        yield _conversation([picture(first), picture(second)], PAIR_QUESTION, f"{labels[first]} and {labels[second]}")
+    for place, index in enumerate(shown):
+        _render(images[index], rng).save(folder / picture(place)["image"], compress_level=1)
+        yield _conversation([picture(place)], QUESTIONS[int(rng.integers(len(QUESTIONS)))], str(labels[index]))
+    for _ in range(series):
+        some = rng.choice(len(shown), SERIES_LENGTH, replace=False)
+        yield _conversation([picture(i) for i in some], SERIES_QUESTION, " ".join(str(labels[shown[i]]) for i in some))
 
 
 def _conversation(pictures: Sequence[dict[str, str]], question: str, answer: str) -> dict[str, Any]:
@@ -119,14 +117,12 @@ def _conversation(pictures: Sequence[dict[str, str]], question: str, answer: str
 
 
 def _render(digit: np.ndarray, rng: np.random.Generator) -> Image.Image:
-    """The digit on a black canvas of random sides, filling three quarters of it or more, somewhere within."""
-    width, height = (int(side) for side in rng.choice(SIDES, 2))
-    # No picture much flatter than it is wide: a digit stays one.
-    height = int(np.clip(height, width - 8, width + 8))
-    inner = [round(side * rng.uniform(0.75, 1.0)) for side in (width, height)]
-    small = Image.fromarray(np.round(digit * 255 / 16).astype(np.uint8)).resize((inner[0], inner[1]), Image.Resampling.BICUBIC)
-    canvas = Image.new("L", (width, height))
-    canvas.paste(small, (int(rng.integers(width - inner[0] + 1)), int(rng.integers(height - inner[1] + 1))))
+    """The digit on a black square, filling most of it, somewhere within, a little wider or narrower than it was."""
+    side = int(rng.choice(SIDES))
+    width, height = (round(side * rng.uniform(0.85, 1.0)) for _ in range(2))
+    small = Image.fromarray(np.round(digit * 255 / 16).astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+    canvas = Image.new("L", (side, side))
+    canvas.paste(small, (int(rng.integers(side - width + 1)), int(rng.integers(side - height + 1))))
     return canvas
 
 

@@ -22,8 +22,9 @@ from ernie_jax.nn.norm import LayerNorm, RMSNorm
 class Projection(nnx.Module):
     """Linear, exact GELU, linear, layer norm."""
 
-    def __init__(self, inputs: int, width: int, dtypes: DtypePolicy, *, rngs: nnx.Rngs) -> None:
-        linear = functools.partial(Linear, axes=(None, "vision_mlp"), dtypes=dtypes, rngs=rngs)
+    def __init__(self, inputs: int, width: int, initializer_range: float, dtypes: DtypePolicy, *, rngs: nnx.Rngs) -> None:
+        axes = (None, "vision_mlp")
+        linear = functools.partial(Linear, axes=axes, initializer_range=initializer_range, dtypes=dtypes, rngs=rngs)
         self.fc1 = linear(inputs, width)
         self.fc2 = linear(width, width)
         self.norm = LayerNorm(width, eps=1e-6, dtypes=dtypes, rngs=rngs)
@@ -41,9 +42,12 @@ class Resampler(nnx.Module):
         assert vision is not None
         dtypes = DtypePolicy.of(compute)
         self.width = vision.hidden_size * vision.spatial_merge_size**2
-        self.spatial = Projection(self.width, self.width, dtypes, rngs=rngs)
-        self.temporal = Projection(2 * self.width, self.width, dtypes, rngs=rngs)
-        self.mlp = Linear(self.width, config.hidden_size, axes=("vision_mlp", "embed"), dtypes=dtypes, rngs=rngs)
+        init = vision.initializer_range
+        self.spatial = Projection(self.width, self.width, init, dtypes, rngs=rngs)
+        self.temporal = Projection(2 * self.width, self.width, init, dtypes, rngs=rngs)
+        self.mlp = Linear(
+            self.width, config.hidden_size, axes=("vision_mlp", "embed"), initializer_range=init, dtypes=dtypes, rngs=rngs
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtypes=dtypes, rngs=rngs)
 
     def __call__(self, features: jax.Array, pairs: jax.Array) -> jax.Array:

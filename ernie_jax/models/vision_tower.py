@@ -37,7 +37,8 @@ class VisionBlock(nnx.Module):
             return LayerNorm(dim, eps=config.rms_norm_eps, dtypes=dtypes, rngs=rngs, stack=stack)
 
         def linear(inputs: int, outputs: int, axes: tuple[str, str]) -> Linear:
-            return Linear(inputs, outputs, axes=axes, dtypes=dtypes, rngs=rngs, stack=stack)
+            init = config.initializer_range
+            return Linear(inputs, outputs, axes=axes, initializer_range=init, dtypes=dtypes, rngs=rngs, stack=stack)
 
         self.norm1 = norm()
         self.qkv = linear(dim, 3 * dim, ("vision_embed", "vision_heads"))
@@ -71,7 +72,15 @@ class VisionTower(nnx.Module):
         self.remat = compute.remat
         self.dtypes = DtypePolicy.of(compute)
         patch = config.in_channels * config.patch_size**2
-        self.patch_embed = Linear(patch, config.hidden_size, axes=(None, "vision_embed"), bias=False, dtypes=self.dtypes, rngs=rngs)
+        self.patch_embed = Linear(
+            patch,
+            config.hidden_size,
+            axes=(None, "vision_embed"),
+            bias=False,
+            initializer_range=config.initializer_range,
+            dtypes=self.dtypes,
+            rngs=rngs,
+        )
         self.blocks = VisionBlock(config, compute, rngs=rngs, stack=config.depth)
         self.norm = LayerNorm(config.hidden_size, eps=config.rms_norm_eps, dtypes=self.dtypes, rngs=rngs)
 

@@ -3,7 +3,7 @@
 from ernie_jax.moe.balance import balance_rate, update_bias
 from ernie_jax.moe.block import MoE
 from ernie_jax.moe.experts import ExpertStack
-from ernie_jax.moe.losses import load_balance_loss, orthogonal_loss, transformers_auxiliary_loss, z_loss
+from ernie_jax.moe.losses import gate_cosine, load_balance_loss, orthogonal_loss, transformers_auxiliary_loss, z_loss
 from ernie_jax.moe.router import RouterBias
 from ernie_jax.moe.routing import RouterOutput, RouterStats, Routing
 
@@ -15,6 +15,7 @@ __all__ = [
     "RouterStats",
     "Routing",
     "balance_rate",
+    "gate_cosine",
     "load_balance_loss",
     "orthogonal_loss",
     "transformers_auxiliary_loss",

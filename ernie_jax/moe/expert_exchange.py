@@ -82,7 +82,10 @@ def _on_device(
     with jax.named_scope("experts"):
         for i, (weights, stack) in enumerate(zip(sets, stacks, strict=True)):
             own, before = sizes[i * each : (i + 1) * each], sizes[: i * each].sum() if i else None
-            part = _gated_products(rows, row_weights, weights, stack, own, before, compute.grouped_matmul, hidden_act)
+            product = functools.partial(
+                grouped_matmul, group_sizes=own, backend=compute.grouped_matmul, first_row=before, sets=len(sets)
+            )
+            part = _gated_products(rows, row_weights, weights, stack, product, hidden_act)
             # Rows of another modality are zero in it.
             out = part if out is None else out + part
     assert out is not None
@@ -94,14 +97,11 @@ def _gated_products(
     row_weights: jax.Array,
     weights: ExpertWeights,
     stack: ExpertStack | None,
-    sizes: jax.Array,
-    first_row: jax.Array | None,
-    backend: str,
+    product: Callable[..., jax.Array],
     hidden_act: str,
 ) -> jax.Array:
-    """rows [R, D] through the gated MLPs of one set, whose rows begin at `first_row` -> [R, D], weighted; zero elsewhere."""
+    """rows [R, D] through the gated MLPs of one set -> [R, D], weighted; zero in the rows of another."""
     num_experts, dim, _, width = weights.gate_up.shape
-    product = functools.partial(grouped_matmul, group_sizes=sizes, backend=backend, first_row=first_row)
     first, second = (None, None) if stack is None else stack.operands()
     hidden = product(rows, weights.gate_up.reshape(num_experts, dim, 2 * width), stack=first)
     hidden = checkpoint_name(hidden, "expert_gate_up")

@@ -59,6 +59,22 @@ def orthogonal_loss(gate: jax.Array, num_groups: int = 1) -> jax.Array:
     return jnp.mean(jnp.square(gram - jnp.eye(size)), axis=(-3, -2, -1))
 
 
+def gate_cosine(gate: jax.Array) -> jax.Array:
+    """How alike the experts of a gate are: mean |cos| over all pairs of different rows; 0 where they are orthogonal.
+
+    Args:
+      gate: [..., E, D].
+
+    Returns:
+      [...] float32.
+    """
+    rows = gate.astype(jnp.float32)
+    rows = rows * jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(rows), axis=-1, keepdims=True), 1e-24))
+    size = gate.shape[-2]
+    gram = jnp.einsum("...id,...jd->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
+    return jnp.sum(jnp.abs(jnp.where(jnp.eye(size, dtype=bool), 0, gram)), axis=(-2, -1)) / max(1, size * (size - 1))
+
+
 def transformers_auxiliary_loss(logits: jax.Array, k: int, valid: jax.Array | None = None) -> jax.Array:
     """The balance loss that `transformers` reports with `output_router_logits`, over all layers and tokens at once.
 

@@ -43,6 +43,7 @@ def tiny_vl(**changes: Any) -> ModelConfig:
         num_heads=2,
         intermediate_size=32,
         patch_size=2,
+        initializer_range=0.1,
         image_token_id=58,
         image_start_token_id=59,
         image_end_token_id=60,

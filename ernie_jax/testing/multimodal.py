@@ -18,6 +18,8 @@ from ernie_jax.data.vision.spread import spread_images
 # A document: numbers of text tokens and grids of images (one frame) and videos, in order.
 Document = Sequence[int | Grid]
 
+_HEAVY: Sequence[Document] = [[1, (1, 6, 8), 1]]
+_SERIES: Sequence[Document] = [[2, (1, 4, 4), (4, 2, 4), (1, 2, 6), 1]]
 # Rows of 24 tokens: text with images and a video; mostly images; nothing but images; no image; images in the first row alone.
 _IMAGE, _WIDE, _TALL, _VIDEO, _LARGE = (1, 4, 4), (1, 2, 6), (1, 6, 2), (4, 2, 4), (1, 6, 8)
 BATCHES: dict[str, Sequence[Sequence[Document]]] = {
@@ -31,7 +33,7 @@ BATCHES: dict[str, Sequence[Sequence[Document]]] = {
         [[9], [7, _IMAGE, 2]],
         [[1, _TALL, 1, _WIDE, 3]],
     ],
-    "image heavy": [*[[[1, _LARGE, 1]]] * 5, *[[[2, _IMAGE, _VIDEO, _WIDE, 1]]] * 3],
+    "image heavy": [*[_HEAVY] * 5, *[_SERIES] * 3],
     "image only": [[[_LARGE]], [[_IMAGE, _IMAGE]], [[_VIDEO]], [[_WIDE], [_TALL]]] * 2,
     "text only": [[[24]], [[7], [9]], [[3]], [[24]]] * 2,
     "one row with images": [[[2, _LARGE, 3]], *[[[20]]] * 7],

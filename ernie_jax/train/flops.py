@@ -2,13 +2,16 @@
 
 A token costs 6 FLOPs for each weight of a matrix product it goes through (2 forward, 4 backward), so of the experts only the K
 chosen ones count, plus 12 x heads x head width for each token it attends to and each layer. A causal row of T tokens attends to
-T / 2 of them on average. Recomputation is not counted: these are the model's FLOPs, not the hardware's.
+T / 2 of them on average. A token of an image goes through the narrower vision experts, and a patch through the vision tower and
+its part of the resampler. Recomputation and padding are not counted: these are the model's FLOPs, not the hardware's.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +46,44 @@ class Peak:
 
     flops: float | None
     source: str
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Model FLOPs, forward and backward, of a text token, a token of an image or video, and a patch of one."""
+
+    text_token: float
+    vision_token: float
+    patch: float
+
+    @classmethod
+    def of(cls, config: ModelConfig, seq_len: int) -> ModelCost:
+        """For causal rows of `seq_len` tokens."""
+        text = flops_per_token(config, seq_len)
+        if config.vision is None:
+            return cls(text, text, 0.0)
+        moe = config.moe
+        narrower = 0
+        if moe is not None and moe.vision_intermediate_size is not None:
+            width = moe.intermediate_size - moe.vision_intermediate_size
+            narrower = config.num_moe_layers * 3 * config.hidden_size * moe.num_experts_per_tok * width
+        return cls(text, text - 6.0 * narrower, 6.0 * patch_parameters(config))
+
+    def step(self, record: Mapping[str, Any]) -> float:
+        """Of a step, from the counts in its record."""
+        vision = record.get("vision_tokens", 0.0)
+        return (record["tokens"] - vision) * self.text_token + vision * self.vision_token + record.get("patches", 0.0) * self.patch
+
+
+def patch_parameters(config: ModelConfig) -> float:
+    """Weights in matrix products that one patch of an image goes through, those of the resampler shared by m^2 patches."""
+    vision = config.vision
+    assert vision is not None
+    dim, area = vision.hidden_size, vision.spatial_merge_size**2
+    tower = vision.in_channels * vision.patch_size**2 * dim + vision.depth * (4 * dim * dim + 2 * dim * vision.intermediate_size)
+    merged = dim * area
+    resampler = 2 * merged * merged + 3 * merged * merged + merged * config.hidden_size
+    return tower + resampler / area
 
 
 def matmul_parameters(config: ModelConfig) -> int:

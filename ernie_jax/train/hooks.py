@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from tensorboardX import SummaryWriter
 
-from ernie_jax.train.flops import Peak
+from ernie_jax.train.flops import ModelCost, Peak
 from ernie_jax.train.records import Record, Throughput, mfu
 from ernie_jax.train.state import TrainState
 
@@ -78,26 +78,31 @@ class LogHook(Hook):
         folder: Path,
         every: int,
         throughput: Throughput,
-        flops_per_token: float,
+        cost: ModelCost,
         peak: Peak,
         show: Callable[[Record], None],
         *,
         tensorboard: bool = True,
     ) -> None:
         self.every = every
-        self._throughput, self._flops, self._peak, self._show = throughput, flops_per_token, peak, show
+        self._throughput, self._cost, self._peak, self._show = throughput, cost, peak, show
+        # Since the last record written: what is shown is a mean over the steps between.
+        self._tokens = self._flops = 0.0
         writes = jax.process_index() == 0
         self._file = (folder / "metrics.jsonl").open("a") if writes else None
         self._board = SummaryWriter(str(folder / "tensorboard")) if writes and tensorboard else None
 
     def at_record(self, record: Record, final: bool) -> None:
         """Write the record when it is due."""
+        self._tokens += record["tokens"]
+        self._flops += self._cost.step(record)
         noted = "eval_loss" in record or "sample" in record
         if not (final or noted or (self.every and record["step"] % self.every == 0)):
             return
         speed = self._throughput.mark()
         record["tokens_per_s"] = speed
-        record["mfu"] = mfu(speed, self._flops, self._peak)
+        record["mfu"] = mfu(speed, self._flops / max(self._tokens, 1.0), self._peak)
+        self._tokens = self._flops = 0.0
         record["peak_flops"] = self._peak.flops
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")

@@ -22,7 +22,7 @@ from ernie_jax.data import (
     train_tokenizer,
 )
 from ernie_jax.data.chat import MEDIA_TOKENS, MediaTokens, chat_template_of
-from ernie_jax.data.digits import PAIR_QUESTION, QUESTIONS, DigitCorpus, digit_corpus
+from ernie_jax.data.digits import QUESTIONS, SERIES_QUESTION, DigitCorpus, digit_corpus
 from ernie_jax.data.multimodal import BatchShape, DocumentEncoder
 from ernie_jax.data.vision import ImageProcessor, VideoProcessor
 from ernie_jax.sharding import Layout
@@ -52,7 +52,7 @@ def made_digits(run: RunConfig, workdir: Path) -> DataConfig:
         digits, texts = make()
 
         def train(partial: Path) -> None:
-            spoken = [*QUESTIONS, PAIR_QUESTION, "User: Picture 1: Picture 2: Assistant: 0 and 1"] * 100
+            spoken = [*QUESTIONS, SERIES_QUESTION, "User: Picture 1: Picture 2: Assistant: 0 1 2 3 4 5 6 7 8 9"] * 100
             samples = itertools.chain(spoken, texts_of(texts.train_path))
             train_tokenizer(samples, run.model.vocab_size, partial, special_tokens=(*MEDIA_TOKENS, *_CHAT_TOKENS))
             sizes: dict[str, Any] = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}

@@ -20,7 +20,7 @@ from ernie_jax.train.hooks import Moment
 from ernie_jax.train.state import TrainState, abstract_state
 
 # Settings that decide which arrays the state has. What decides the data is checked by the data iterator.
-_STRUCTURE = ("model", "moe.freeze_gate", "optimizer.ema_decay")
+_STRUCTURE = ("model", "trainable", "moe.freeze_gate", "optimizer.ema_decay")
 
 
 class RunCheckpoints:

@@ -18,7 +18,7 @@ from ernie_jax.data import Tokenizer, unigram_entropy
 from ernie_jax.models import TextModel, batch_shardings
 from ernie_jax.sharding import Layout
 from ernie_jax.train.data import image_balance, open_data
-from ernie_jax.train.flops import Peak, flops_per_token, peak_flops
+from ernie_jax.train.flops import ModelCost, Peak, peak_flops
 from ernie_jax.train.gradients import check_batch_size
 from ernie_jax.train.hooks import CheckpointHook, EvalHook, Hook, LogHook, ProfileHook, SampleHook
 from ernie_jax.train.loop import Loop
@@ -137,7 +137,7 @@ class _Trainer:
 
     def _hooks(self, checkpoints: RunCheckpoints, show: Progress) -> list[Hook]:
         run = self.run
-        cost = flops_per_token(run.model, run.seq_len)
+        cost = ModelCost.of(run.model, run.seq_len)
         hooks: list[Hook] = [LogHook(self.workdir, run.log_every, self.throughput, cost, self.peak, show.show)]
         if run.profile.steps:
             hooks.append(ProfileHook(self.workdir / "profile", run.profile.start, run.profile.steps))

@@ -41,4 +41,6 @@ def _shape(config: object) -> dict[str, object]:
     # How weights would have been drawn, how far they may be used, and blocks that training has none of.
     for name in ("initializer_range", "max_position_embeddings", "num_nextn_predict_layers"):
         fields.pop(name)
+    if fields["vision"] is not None:
+        fields["vision"].pop("initializer_range")
     return dict(fields)

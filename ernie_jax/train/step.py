@@ -13,7 +13,7 @@ from flax import nnx
 
 from ernie_jax.config.run import RunConfig
 from ernie_jax.models import Batch, TextModel, abstract_model, batch_shardings, inputs_of
-from ernie_jax.moe import RouterBias, RouterStats, balance_rate, orthogonal_loss, update_bias
+from ernie_jax.moe import RouterBias, RouterStats, balance_rate, gate_cosine, orthogonal_loss, update_bias
 from ernie_jax.objectives import chunked_cross_entropy
 from ernie_jax.objectives.pretraining import LossParts
 from ernie_jax.sharding import Layout, variables_by_path
@@ -39,9 +39,9 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
     Metrics are arrays on the devices, nothing is waited for: `loss` (cross-entropy a token), `total` (with router losses),
     `aux`, `z`, `orthogonal` (means over layers, without coefficients), `grad_norm` (before clipping), `lr`, `tokens`,
     `scored_tokens`, `skipped`, `skipped_in_a_row`, and under `router` for each MoE layer `load` [L, E], `entropy`, `dropped`,
-    `balance`, `bias_min`, `bias_max`, `bias_std` [L]. Of a vision-language model these are of the text experts, and there are
-    `loss_text` and `loss_multimodal` (cross-entropy a label in documents of text alone, and with images), `aux_vision`,
-    `z_vision`, `orthogonal_vision`, `vision_tokens`, `patches`, and `vision_router`.
+    `balance`, `bias_min`, `bias_max`, `bias_std`, `gate_cosine` [L]. Of a vision-language model these are of the text experts,
+    and there are `loss_text` and `loss_multimodal` (cross-entropy a label in documents of text alone, and with images),
+    `aux_vision`, `z_vision`, `orthogonal_vision`, `vision_tokens`, `patches`, and `vision_router`.
 
     Raises:
       ValueError: a batch size that microbatches and devices do not split, a pattern of `trainable` that names nothing.
@@ -187,5 +187,6 @@ def _router_metrics(
         "bias_min": bias.min(-1),
         "bias_max": bias.max(-1),
         "bias_std": bias.std(-1),
+        "gate_cosine": gate_cosine(gates),
     }
     return jnp.mean(orthogonal_loss(gates, groups)), figures

@@ -21,8 +21,8 @@ from rich.table import Table
 from benches.interleaved import interleave, median_ratio
 from benches.provenance import provenance
 from ernie_jax.config.run import DataConfig, RunConfig
-from ernie_jax.sharding import one_device_mesh
 from ernie_jax.models import batch_shardings
+from ernie_jax.sharding import one_device_mesh
 from ernie_jax.testing import tiny_moe
 from ernie_jax.train.state import abstract_state, run_layout
 from ernie_jax.train.step import make_train_step

@@ -190,7 +190,7 @@ def _grouped_step(operands: list[Operands], sizes: list[jax.Array], backend: str
     """Both products of all sets with their backward, as `moe.expert_exchange` takes them."""
     before = [None, *(sum(s.sum() for s in sizes[:i]) for i in range(1, len(sizes)))]
     products = [
-        functools.partial(grouped_matmul, group_sizes=own, backend=backend, first_row=first)
+        functools.partial(grouped_matmul, group_sizes=own, backend=backend, first_row=first, sets=len(sizes))
         for own, first in zip(sizes, before, strict=True)
     ]
 

@@ -2,8 +2,15 @@ import jax
 import pytest
 
 from ernie_jax.config import preset
-from ernie_jax.testing import tiny_dense, tiny_moe
-from ernie_jax.train.flops import PEAK_FLOPS, flops_per_token, matmul_parameters, peak_flops
+from ernie_jax.testing import tiny_dense, tiny_moe, tiny_vl
+from ernie_jax.train.flops import (
+    PEAK_FLOPS,
+    ModelCost,
+    flops_per_token,
+    matmul_parameters,
+    patch_parameters,
+    peak_flops,
+)
 
 
 def test_only_chosen_and_shared_experts_count():
@@ -56,3 +63,17 @@ def test_the_cpu_peak_is_measured_for_all_fake_devices_together():
     peak = peak_flops(jax.devices())
     assert peak.flops is not None and 1e8 < peak.flops < 1e14
     assert all(value > 1e13 for value in PEAK_FLOPS.values())
+
+
+def test_an_image_token_goes_through_the_vision_experts_and_a_patch_through_the_tower():
+    config = tiny_vl(num_experts_per_tok=2)
+    cost = ModelCost.of(config, 100)
+    assert cost.text_token == flops_per_token(config, 100)
+    # Two MoE layers, 2 chosen experts of 3 x 32 weights a unit of width, 16 wide for text and 8 for vision.
+    assert cost.text_token - cost.vision_token == 6 * 2 * 2 * 3 * 32 * (16 - 8)
+    # Patches of 12 values; two blocks of qkv, proj (4 x 16 x 16) and MLP (2 x 16 x 32); a quarter of the resampler's row:
+    # 64 -> 64 -> 64, 128 -> 64 -> 64, 64 -> 32.
+    assert patch_parameters(config) == 12 * 16 + 2 * (4 * 256 + 1024) + (64 * 64 * 5 + 64 * 32) / 4
+    record = {"tokens": 10.0, "vision_tokens": 4.0, "patches": 7.0}
+    assert cost.step(record) == 6 * cost.text_token + 4 * cost.vision_token + 7 * cost.patch
+    assert cost.step({"tokens": 10.0}) == 10 * cost.text_token

@@ -46,6 +46,7 @@ def grouped_matmul(
     backend: str = "auto",
     stack: tuple[jax.Array, jax.Array] | None = None,
     first_row: jax.Array | None = None,
+    sets: int = 1,
 ) -> jax.Array:
     """Each row times the weights of its group, accumulated in float32.
 
@@ -62,6 +63,7 @@ def grouped_matmul(
         other backends take no notice.
       backend: a name of `BACKENDS`, or `auto` for the one that suits `jax.default_backend()`.
       first_row: scalar, where group 0 begins, None for 0: rows of groups of another width stand before it.
+      sets: how many sets of groups share the rows, of which these are one: R / (sets E) rows a group are to be expected.
 
     Returns:
       [R, F] in the dtype of `rows`.
@@ -72,7 +74,7 @@ def grouped_matmul(
     _check(rows, weights, group_sizes)
     product, sizes = _backend(backend), group_sizes.astype(jnp.int32)
     if product is block_product:
-        return block_product(rows, weights, sizes, stack, first_row)
+        return block_product(rows, weights, sizes, stack, first_row, sets)
     if first_row is None:
         return product(rows, weights, sizes)
     # These know groups from row 0 on: the rows before the first become spare rows behind the last.

@@ -29,12 +29,17 @@ Array = jax.Array
 
 
 def block_product(
-    rows: Array, weights: Array, group_sizes: Array, stack: tuple[Array, Array] | None = None, first_row: Array | None = None
+    rows: Array,
+    weights: Array,
+    group_sizes: Array,
+    stack: tuple[Array, Array] | None = None,
+    first_row: Array | None = None,
+    sets: int = 1,
 ) -> Array:
-    """[R, D] rows, [E, D, F] weights, [E] sizes -> [R, F]; `stack` and `first_row` as in `grouped_matmul`."""
+    """[R, D] rows, [E, D, F] weights, [E] sizes -> [R, F]; `stack`, `first_row` and `sets` as in `grouped_matmul`."""
     kept, layer = (jax.lax.stop_gradient(weights)[None], jnp.int32(0)) if stack is None else stack
     groups = Groups(group_sizes, jnp.int32(0) if first_row is None else first_row.astype(jnp.int32))
-    return _product(matmul_precision(), rows, weights, kept, layer, groups)
+    return _product((matmul_precision(), sets), rows, weights, kept, layer, groups)
 
 
 class Groups(NamedTuple):
@@ -42,6 +47,10 @@ class Groups(NamedTuple):
 
     sizes: Array
     first_row: Array
+
+
+# Precision of the products, and how many sets of groups share the rows.
+_Settings = tuple[str | None, int]
 
 
 def block_heights(num_rows: int, num_groups: int) -> tuple[int, int]:
@@ -63,25 +72,25 @@ def block_counts(sizes: Array, heights: tuple[int, int]) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(precision: str | None, rows: Array, weights: Array, kept: Array, layer: Array, groups: Groups) -> Array:
+def _product(settings: _Settings, rows: Array, weights: Array, kept: Array, layer: Array, groups: Groups) -> Array:
     # `weights` is what the gradient is of; its values are read from `kept`, so that nothing has to make an array of them.
     if kept.size and is_few(rows.shape[0], groups.sizes.size):
         return few_rows_product(rows, kept, layer, groups.sizes, groups.first_row)
-    return _rows_product(rows, kept, layer, groups, 0, precision)
+    return _rows_product(rows, kept, layer, groups, 0, settings)
 
 
 def _forward(
-    precision: str | None, rows: Array, weights: Array, kept: Array, layer: Array, groups: Groups
+    settings: _Settings, rows: Array, weights: Array, kept: Array, layer: Array, groups: Groups
 ) -> tuple[Array, tuple[Any, ...]]:
-    return _product(precision, rows, weights, kept, layer, groups), (rows, kept, layer, groups)
+    return _product(settings, rows, weights, kept, layer, groups), (rows, kept, layer, groups)
 
 
-def _backward(precision: str | None, saved: tuple[Any, ...], cotangent: Array) -> tuple[Array, Array, None, None, None]:
+def _backward(settings: _Settings, saved: tuple[Any, ...], cotangent: Array) -> tuple[Array, Array, None, None, None]:
     rows, kept, layer, groups = saved
     # Two loops rather than one: where only one gradient is wanted, the compiler drops the other loop.
     return (
-        _rows_product(cotangent, kept, layer, groups, 1, precision),
-        _weights_product(rows, cotangent, groups, precision),
+        _rows_product(cotangent, kept, layer, groups, 1, settings),
+        _weights_product(rows, cotangent, groups, settings),
         None,
         None,
         None,
@@ -91,7 +100,7 @@ def _backward(precision: str | None, saved: tuple[Any, ...], cotangent: Array) -
 _product.defvjp(_forward, _backward)
 
 
-def _rows_product(rows: Array, kept: Array, layer: Array, groups: Groups, side: int, precision: str | None) -> Array:
+def _rows_product(rows: Array, kept: Array, layer: Array, groups: Groups, side: int, settings: _Settings) -> Array:
     """Rows times W (side 0) or W transposed (side 1), zero in spare rows; W of group e is kept[layer, e]."""
     dtype, kept_dtype, num_rows = rows.dtype, kept.dtype, rows.shape[0]
     rows, kept = _as_bits(rows), _as_bits(kept)
@@ -99,25 +108,27 @@ def _rows_product(rows: Array, kept: Array, layer: Array, groups: Groups, side: 
     if out.size == 0 or groups.sizes.size == 0:
         return _as_floats(out, dtype)
 
+    heights = block_heights(num_rows, settings[1] * groups.sizes.size)
+
     def group(expert: Array, start: Array, size: Array, out: Array) -> Array:
         weight = jax.lax.dynamic_slice(kept, (layer, expert, 0, 0), (1, 1, *kept.shape[2:])).reshape(kept.shape[2:])
         weight = _as_floats(weight, kept_dtype).astype(dtype)
 
         def block(top: Array, index: Array, first: Array, out: Array) -> Array:
             x = _as_floats(jax.lax.dynamic_slice_in_dim(rows, top, index.size), dtype)
-            y = contract(x, weight, (1, side), precision).astype(dtype)
+            y = contract(x, weight, (1, side), settings[0]).astype(dtype)
             # Rows above `first` are finished and stay. Rows past the group's end are zeroed: the next group, which comes
             # later, writes its own over them.
             old = jax.lax.dynamic_slice_in_dim(out, top, index.size)
             new = jnp.where(index < first, old, jnp.where(index < start + size, _as_bits(y), 0))
             return jax.lax.dynamic_update_slice_in_dim(out, new, top, 0)
 
-        return _for_blocks(start, size, num_rows, groups.sizes.size, block, out)
+        return _for_blocks(start, size, num_rows, heights, block, out)
 
     return _as_floats(_for_groups(groups, group, out), dtype)
 
 
-def _weights_product(rows: Array, cotangent: Array, groups: Groups, precision: str | None) -> Array:
+def _weights_product(rows: Array, cotangent: Array, groups: Groups, settings: _Settings) -> Array:
     """[E, D, F]: each group's X^T dY, summed over its rows in float32; zero for empty groups."""
     dtype, num_rows, width = rows.dtype, rows.shape[0], (rows.shape[1], cotangent.shape[1])
     factors = _as_bits(rows), _as_bits(cotangent)
@@ -125,14 +136,16 @@ def _weights_product(rows: Array, cotangent: Array, groups: Groups, precision: s
     if out.size == 0 or num_rows == 0:
         return _as_floats(out, dtype)
 
+    heights = block_heights(num_rows, settings[1] * groups.sizes.size)
+
     def group(expert: Array, start: Array, size: Array, out: Array) -> Array:
         def block(top: Array, index: Array, first: Array, total: Array) -> Array:
             own = (index >= first) & (index < start + size)
             # Both factors are replaced: zero times the NaN of a spare row would be NaN.
             x, dy = (jnp.where(own, jax.lax.dynamic_slice_in_dim(a, top, index.size), 0) for a in factors)
-            return total + contract(_as_floats(x, dtype), _as_floats(dy, dtype), (0, 0), precision)
+            return total + contract(_as_floats(x, dtype), _as_floats(dy, dtype), (0, 0), settings[0])
 
-        total = _for_blocks(start, size, num_rows, groups.sizes.size, block, jnp.zeros(width, jnp.float32))
+        total = _for_blocks(start, size, num_rows, heights, block, jnp.zeros(width, jnp.float32))
         return jax.lax.dynamic_update_index_in_dim(out, _as_bits(total.astype(dtype)), expert, 0)
 
     return _as_floats(_for_groups(groups, group, out), dtype)
@@ -167,13 +180,17 @@ def _for_groups(groups: Groups, body: Callable[[Array, Array, Array, Array], Arr
 
 
 def _for_blocks(
-    start: Array, size: Array, num_rows: int, num_groups: int, body: Callable[[Array, Array, Array, Array], Array], carry: Array
+    start: Array,
+    size: Array,
+    num_rows: int,
+    heights: tuple[int, int],
+    body: Callable[[Array, Array, Array, Array], Array],
+    carry: Array,
 ) -> Array:
     """`body(top, index, first, carry)` over the blocks of one group: rows of indices `index` [H, 1].
 
     `top` is the first of them, `first` the first not done before: a block that would reach past the end of the buffer is moved up.
     """
-    heights = block_heights(num_rows, num_groups)
     for height, count in zip(heights, block_counts(size, heights), strict=True):
 
         def step(i: Array, carry: Array, start: Array = start, height: int = height) -> Array:
