@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-SIDES = (16, 24, 32)
+SIDES = (16, 32, 48)
 QUESTIONS = ("Which digit is this?", "What number do you see?", "Read the digit.")
-SERIES_QUESTION = "Which digits are these?"
-SERIES_LENGTH = 4
+PAIR_QUESTION = "Which digits are these?"
 _MANIFEST, _VERSION = "digits.json", 1
 
 
@@ -33,40 +32,40 @@ class DigitCorpus:
 
 
 def digit_corpus(
-    folder: str | os.PathLike[str], *, held_out: int = 297, copies: int = 3, series: int = 2500, seed: int = 0
+    folder: str | os.PathLike[str], *, held_out: int = 297, copies: int = 4, pairs: int = 600, seed: int = 0
 ) -> DigitCorpus:
     """Writes `train.jsonl`, `heldout.jsonl` and their images, or reuses what is there.
 
     Every digit is either for training or held out. One for training is rendered `copies` times, each time at another size and
-    place, and a question asked about each; a held-out one once. Questions about four of these images in a row are mixed in, for
-    training `series`, held out a quarter of the number of digits.
+    place, and a question asked about each; a held-out one once. Questions about two of these images at once are mixed in, for
+    training `pairs`, held out a quarter of the number of digits.
 
     Args:
       folder: where the files go; made if missing.
       held_out: digits kept from training, 1 to 1,796.
       copies: questions for each digit of training.
-      series: questions for four digits of training.
+      pairs: questions for two digits of training.
       seed: of the split, the sizes and the order.
 
     Raises:
       ValueError: scikit-learn is not installed, or a number out of range.
     """
     folder = Path(folder)
-    request = {"version": _VERSION, "held_out": held_out, "copies": copies, "series": series, "seed": seed}
+    request = {"version": _VERSION, "held_out": held_out, "copies": copies, "pairs": pairs, "seed": seed}
     corpus = _reusable(folder, request)
     if corpus is not None:
         return corpus
     images, labels = _digits()
-    if not 1 <= held_out < len(images) or copies < 1 or series < 0:
+    if not 1 <= held_out < len(images) or copies < 1 or pairs < 0:
         raise ValueError(
-            f"held_out={held_out}, copies={copies}, series={series}; expected 1..{len(images) - 1}, at least 1, and at least 0"
+            f"held_out={held_out}, copies={copies}, pairs={pairs}; expected 1..{len(images) - 1}, at least 1, and at least 0"
         )
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(images))
     counts = []
     for name, chosen, repeats, number in (
         ("heldout", order[:held_out], 1, held_out // 4),
-        ("train", order[held_out:], copies, series),
+        ("train", order[held_out:], copies, pairs),
     ):
         (folder / name).mkdir(parents=True, exist_ok=True)
         records = list(_conversations(folder, name, images, labels, chosen, repeats, number, rng))
@@ -95,7 +94,7 @@ def _conversations(
     labels: np.ndarray,
     chosen: Sequence[int] | np.ndarray,
     repeats: int,
-    series: int,
+    pairs: int,
     rng: np.random.Generator,
 ) -> Iterator[dict[str, Any]]:
     shown = np.repeat(np.asarray(chosen), repeats)
@@ -106,9 +105,9 @@ def _conversations(
     for place, index in enumerate(shown):
         _render(images[index], rng).save(folder / picture(place)["image"], compress_level=1)
         yield _conversation([picture(place)], QUESTIONS[int(rng.integers(len(QUESTIONS)))], str(labels[index]))
-    for _ in range(series):
-        some = rng.choice(len(shown), SERIES_LENGTH, replace=False)
-        yield _conversation([picture(i) for i in some], SERIES_QUESTION, " ".join(str(labels[shown[i]]) for i in some))
+    for _ in range(pairs):
+        some = rng.choice(len(shown), 2, replace=False)
+        yield _conversation([picture(i) for i in some], PAIR_QUESTION, " and ".join(str(labels[shown[i]]) for i in some))
 
 
 def _conversation(pictures: Sequence[dict[str, str]], question: str, answer: str) -> dict[str, Any]:

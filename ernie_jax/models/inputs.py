@@ -78,10 +78,6 @@ def text_inputs(
     segments = jnp.ones(shape, jnp.int32) if arrays["segment_ids"] is None else arrays["segment_ids"]
     if arrays["attention_mask"] is not None:
         segments = jnp.where(arrays["attention_mask"] != 0, segments, 0)
-    positions = arrays["position_ids"]
-    if positions is None:
-        start = 0 if cache is None else cache.index
-        positions = jnp.broadcast_to(start + jnp.arange(shape[1], dtype=jnp.int32), shape)
     if cache is not None:
         if cache.segment_ids.shape[0] != shape[0]:
             raise ValueError(f"the cache holds {cache.segment_ids.shape[0]} rows, input_ids has {shape[0]}")
@@ -90,4 +86,8 @@ def text_inputs(
                 f"the cache has {cache.length} slots, {int(cache.index)} are used and {shape[1]} more do not fit; "
                 "make a longer cache"
             )
+    positions = arrays["position_ids"]
+    if positions is None:
+        start = 0 if cache is None else (cache.index + cache.offset)[:, None]
+        positions = jnp.broadcast_to(start + jnp.arange(shape[1], dtype=jnp.int32), shape)
     return TextInputs(jnp.asarray(input_ids, jnp.int32), segments, positions)

@@ -125,6 +125,7 @@ def _media(name: str, pixels: Any, grid_name: str, grids: Any, vision: VisionCon
 def _types(name: str, values: Any, shape: tuple[int, ...]) -> Any:
     if values is None:
         return None
+    values = values if isinstance(values, jax.Array) else np.asarray(values)
     if tuple(values.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(values.shape)}; expected {shape}, the shape of input_ids")
     if isinstance(values, jax.core.Tracer):
@@ -139,6 +140,8 @@ def _positions(values: Any, shape: tuple[int, ...]) -> jax.Array:
     """[3, B, T] -> [B, T, 3]; [B, T] as it is."""
     if tuple(values.shape) not in (shape, (3, *shape)):
         raise ValueError(f"position_ids has shape {tuple(values.shape)}; expected {shape} or {(3, *shape)} (time, height, width)")
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(f"position_ids has dtype {values.dtype}; expected integers")
     positions = jnp.asarray(values, jnp.int32)
     return jnp.moveaxis(positions, 0, -1) if positions.ndim == 3 else positions
 

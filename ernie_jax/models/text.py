@@ -126,6 +126,8 @@ class TextModel(nnx.Module):
         context = Context(rope, inputs.mask(cache), valid, None if cache is None else cache.index, inputs.modality)
         embedded = x
         x, cache, router, states = self.decoder(x, context, cache, collect)
+        if cache is not None and inputs.position_ids.ndim == 3:
+            cache = cache.continue_at(inputs.position_ids.max(axis=(1, 2)) + 1)
         x = self.norm(x)
         return x, cache, router, (embedded, *states[:-1], x) if collect.hidden_states else ()
 

@@ -61,7 +61,8 @@ class VisionLanguageModel(TextModel):
         Args:
           input_ids, attention_mask, segment_ids, cache, output_hidden_states: see `TextModel.__call__`. Each image or video
             takes one run of placeholders, as many as its grid gives rows.
-          position_ids: [3, B, T] time, height and width, or [B, T]; worked out from the tokens and grids by default.
+          position_ids: [3, B, T] time, height and width, or [B, T]; worked out from the tokens and grids by default; what follows
+            images in a cache begins behind their last position.
           pixel_values: [N, C] patches of all images, one after another, row after row of the batch.
           image_grid_thw: [images, 3] patches of each along time, height and width.
           pixel_values_videos, video_grid_thw: the same of videos.
@@ -75,6 +76,8 @@ class VisionLanguageModel(TextModel):
         Raises:
           ValueError: shapes or values that do not fit: patches and grids, grids and placeholders; images given as tracers.
         """
+        if position_ids is not None and not isinstance(position_ids, jax.Array):
+            position_ids = np.asarray(position_ids)
         three = position_ids is not None and position_ids.ndim == 3
         checked = text_inputs(self.config, input_ids, attention_mask, segment_ids, None if three else position_ids, cache)
         assert self.config.vision is not None
@@ -108,15 +111,15 @@ class VisionLanguageModel(TextModel):
           (vision tower output [N, D], rows for the token stream [rows, H]).
 
         Raises:
-          ValueError: a grid that does not cover the patches.
+          ValueError: a grid that does not cover the patches, or patches of another width.
         """
-        grid = np.asarray(image_grid_thw)
-        patches = int(grid.prod(-1).sum())
-        if patches != pixel_values.shape[0]:
-            raise ValueError(f"image_grid_thw covers {patches} patches, pixel_values has {pixel_values.shape[0]}")
-        merge = self.vision_tower.config.spatial_merge_size
+        vision, grid, pixels = self.vision_tower.config, np.asarray(image_grid_thw), np.asarray(pixel_values)
+        patches, width = int(grid.prod(-1).sum()), vision.in_channels * vision.patch_size**2
+        if pixels.shape != (patches, width):
+            raise ValueError(f"image_grid_thw covers {patches} patches, pixel_values has {pixels.shape}, not [{patches}, {width}]")
+        merge = vision.spatial_merge_size
         spread = spread_images(grid.tolist(), [0] * len(grid), num_groups=1, ranks=1, merge_size=merge)
-        given = VisionInputs.of(spread, np.asarray(pixel_values))
+        given = VisionInputs.of(spread, pixels)
         features = self.vision_tower(given.pixel_values[0], given.segment_ids[0], given.position_ids[0])
         order = np.argsort(np.where(spread.source >= 0, spread.source, patches).reshape(-1), kind="stable")[:patches]
         rows = self.resampler(features, given.pairs[0])[0]

@@ -65,11 +65,13 @@ class KVCache:
       segments: for each decoder segment, one LayerCache a layer of its unit: arrays [repeats, B, S, hk, d].
       segment_ids: [B, S] int32, 0 where a slot is empty or padding.
       index: int32 scalar, the next slot to write.
+      offset: [B] int32, position of a next token minus its slot; not zero behind images and videos, whose positions overlap.
     """
 
     segments: tuple[tuple[LayerCache, ...], ...]
     segment_ids: jax.Array
     index: jax.Array
+    offset: jax.Array
 
     @classmethod
     def create(cls, config: ModelConfig, batch_size: int, length: int, dtype: DTypeLike) -> KVCache:
@@ -80,7 +82,8 @@ class KVCache:
             return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
         segments = tuple(tuple(empty(s.repeats) for _ in s.unit) for s in segments_of(config))
-        return cls(segments, jnp.zeros((batch_size, length), jnp.int32), jnp.zeros((), jnp.int32))
+        segment_ids, offset = jnp.zeros((batch_size, length), jnp.int32), jnp.zeros((batch_size,), jnp.int32)
+        return cls(segments, segment_ids, jnp.zeros((), jnp.int32), offset)
 
     @property
     def length(self) -> int:
@@ -90,6 +93,10 @@ class KVCache:
     def advance(self, count: int) -> KVCache:
         """Move the write position past `count` tokens."""
         return replace(self, index=self.index + count)
+
+    def continue_at(self, positions: jax.Array) -> KVCache:
+        """The same with the position [B] of each row's next token."""
+        return replace(self, offset=(positions - self.index).astype(jnp.int32))
 
     def admit(self, segment_ids: jax.Array) -> KVCache:
         """Mark the slots of T new tokens with their segments [B, T]; keys and values follow layer by layer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from ernie_jax.data import (
     train_tokenizer,
 )
 from ernie_jax.data.chat import MEDIA_TOKENS, MediaTokens, chat_template_of
-from ernie_jax.data.digits import QUESTIONS, SERIES_QUESTION, DigitCorpus, digit_corpus
+from ernie_jax.data.digits import PAIR_QUESTION, QUESTIONS, DigitCorpus, digit_corpus
 from ernie_jax.data.multimodal import BatchShape, DocumentEncoder
 from ernie_jax.data.vision import ImageProcessor, VideoProcessor
 from ernie_jax.sharding import Layout
 from ernie_jax.train.run_data import RunData, texts_of, train_once
 
 _DEFAULT_TEMPLATE = "vl"
+_LONGEST_TEXT = 1000  # characters
 # Of the built-in templates, behind the markers of images and videos.
 _CHAT_TOKENS = ("<|begin_of_sentence|>", "<|end_of_sentence|>", "<think>", "</think>")
 
@@ -41,24 +43,32 @@ def made_digits(run: RunConfig, workdir: Path) -> DataConfig:
     """
     vision = run.model.vision
     assert vision is not None
-    folder = workdir / "tokenizer"
+    folder, short = workdir / "tokenizer", workdir / "corpus" / "short"
 
     def make() -> tuple[DigitCorpus, Corpus]:
         digits = digit_corpus(workdir / "digits", seed=run.seed)
         return digits, standard_library_corpus(workdir / "corpus", max_bytes=run.data.max_bytes)
 
+    def shorten(texts: Corpus) -> None:
+        # A table of a thousand lines would fill whole batches, without one image in them.
+        short.mkdir(exist_ok=True)
+        for path in (texts.train_path, texts.heldout_path):
+            kept = (json.dumps({"text": text}) for text in texts_of(path) if len(text) <= _LONGEST_TEXT)
+            (short / path.name).write_text("\n".join(kept) + "\n", encoding="utf-8")
+
     # One process makes the files, in the folder that all see.
     if jax.process_index() == 0:
         digits, texts = make()
+        shorten(texts)
 
         def train(partial: Path) -> None:
-            spoken = [*QUESTIONS, SERIES_QUESTION, "User: Picture 1: Picture 2: Assistant: 0 1 2 3 4 5 6 7 8 9"] * 100
+            spoken = [*QUESTIONS, PAIR_QUESTION, "User: Picture 1: Picture 2: Assistant: 0 and 1"] * 100
             samples = itertools.chain(spoken, texts_of(texts.train_path))
             train_tokenizer(samples, run.model.vocab_size, partial, special_tokens=(*MEDIA_TOKENS, *_CHAT_TOKENS))
             sizes: dict[str, Any] = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
             block = (vision.patch_size * vision.spatial_merge_size) ** 2
-            ImageProcessor(**sizes, min_pixels=4 * block, max_pixels=64 * block).save(partial)
-            VideoProcessor(**sizes, min_pixels=4 * block, max_pixels=64 * block).save(partial)
+            ImageProcessor(**sizes, min_pixels=block, max_pixels=64 * block).save(partial)
+            VideoProcessor(**sizes, min_pixels=block, max_pixels=64 * block).save(partial)
 
         if run.data.tokenizer is None:
             train_once(folder, train)
@@ -70,8 +80,8 @@ def made_digits(run: RunConfig, workdir: Path) -> DataConfig:
         kind="multimodal",
         tokenizer=run.data.tokenizer or str(folder),
         paths=(str(digits.train_path),),
-        text_paths=(str(texts.train_path),),
-        eval_paths=(str(digits.heldout_path), str(texts.heldout_path)),
+        text_paths=(str(short / "train.jsonl"),),
+        eval_paths=(str(digits.heldout_path), str(short / "heldout.jsonl")),
     )
 
 

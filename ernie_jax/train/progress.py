@@ -31,6 +31,9 @@ def _duration(seconds: float) -> str:
 def progress_line(record: Record, steps: int, overall: float | None) -> str:
     """One line about a record: step, loss, tokens/s, MFU, expert balance (mean over layers), time left.
 
+    Of a vision-language model also the loss of documents with images, and the most patches of a device over the mean, beside what
+    a naive split would give.
+
     Args:
       record: a completed record of a step.
       steps: where the run ends.
@@ -44,9 +47,14 @@ def progress_line(record: Record, steps: int, overall: float | None) -> str:
         f"{_count(record['tokens_per_s'])} tokens/s",
         f"MFU {_figure(record['mfu'], '.1%')}",
     ]
-    balance = record["router"].get("balance")
-    if balance:
-        parts.append(f"balance {sum(balance) / len(balance):.0%}")
+    if record.get("loss_multimodal") is not None:
+        parts.insert(2, f"with images {record['loss_multimodal']:.4f}")
+    for name, router in (("", "router"), ("vision ", "vision_router")):
+        balance = record.get(router, {}).get("balance")
+        if balance:
+            parts.append(f"{name}balance {sum(balance) / len(balance):.0%}")
+    if "image_imbalance" in record:
+        parts.append(f"patches {record['image_imbalance']:.2f} (naive {record['image_imbalance_naive']:.2f})")
     if record.get("eval_loss") is not None:
         parts.append(f"held-out {record['eval_loss']:.4f}")
     if record["skipped"]:

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from ernie_jax.data.digits import QUESTIONS, SERIES_QUESTION, SIDES, digit_corpus
+from ernie_jax.data.digits import PAIR_QUESTION, QUESTIONS, SIDES, digit_corpus
 from ernie_jax.data.vision import ImageProcessor, read_image
 
-SMALL = {"held_out": 1700, "copies": 2, "series": 30}
+SMALL = {"held_out": 1700, "copies": 2, "pairs": 30}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def test_answers_are_the_digits_shown(corpus):
         question, answer = record["messages"]
         shown = [item["image"] for item in question["content"] if item["type"] == "image"]
         words = question["content"][-1]["text"]
-        assert words in QUESTIONS if len(shown) == 1 else (len(shown), words) == (4, SERIES_QUESTION)
-        for path, digit in zip(shown, answer["content"].split(), strict=True):
+        assert words in QUESTIONS if len(shown) == 1 else (len(shown), words) == (2, PAIR_QUESTION)
+        for path, digit in zip(shown, answer["content"].split(" and "), strict=True):
             assert labels.setdefault(path, digit) == digit and digit in "0123456789"
     assert len(labels) == 97 * 2 and len(set(labels.values())) == 10
 
@@ -46,9 +46,9 @@ def test_images_are_real_and_of_several_sizes(corpus):
     assert len(shapes) == 3 and {side for shape in shapes for side in shape[:2]} == set(SIDES)
     assert all(read_image(path).max() > 128 for path in paths)
     # The sides are whole blocks of patches of the demo's model: no image is resized once more.
-    patches = ImageProcessor(patch_size=4, min_pixels=256, max_pixels=4096)(paths[0])
+    patches = ImageProcessor(patch_size=8, min_pixels=256, max_pixels=16384)(paths[0])
     height, width = read_image(paths[0]).shape[:2]
-    assert patches.grid_thw == (1, height // 4, width // 4)
+    assert patches.grid_thw == (1, height // 8, width // 8)
 
 
 def test_every_digit_is_on_one_side(corpus):
@@ -68,7 +68,7 @@ def test_the_same_request_is_not_made_again(corpus):
 
 
 def test_equal_seeds_give_equal_files(tmp_path):
-    one, two = (digit_corpus(tmp_path / name, held_out=1790, copies=1, series=3) for name in ("one", "two"))
+    one, two = (digit_corpus(tmp_path / name, held_out=1790, copies=1, pairs=3) for name in ("one", "two"))
     assert one.train_path.read_bytes() == two.train_path.read_bytes()
     for path in (tmp_path / "one" / "train").iterdir():
         np.testing.assert_array_equal(read_image(path), read_image(tmp_path / "two" / "train" / path.name))

@@ -3,7 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 
-from ernie_jax.nn.rope import inverse_frequencies, rope_tables, rotate_half_split, rotate_interleaved
+from ernie_jax.nn.rope import (
+    inverse_frequencies,
+    multimodal_rope_tables,
+    rope_tables,
+    rotate_half_split,
+    rotate_interleaved,
+)
 
 X = jnp.asarray([1.0, 0, 0, 0]).reshape(1, 1, 1, 4)
 ONE = jnp.asarray([[1]])
@@ -49,3 +55,22 @@ def test_angles_far_out():
     assert np.abs(np.float32(131071) * frequencies - exact).max() < 2e-2
     cos, _ = rope_tables(jnp.asarray([[131071]]), 128, 500000.0)
     np.testing.assert_allclose(cos[0, 0], np.cos(np.float32(131071) * frequencies), atol=1e-3)
+
+
+def test_each_frequency_of_a_3d_position_follows_one_axis():
+    """Case 20, section [22, 22, 20]: 0 follows height, 1 width, 43 width, 44 to 63 time."""
+    section, dim, theta = (22, 22, 20), 128, 500000.0
+    axis_of = np.full(64, -1)
+    for axis in range(3):
+        position = np.zeros((1, 1, 3), np.int32)
+        position[..., axis] = 1000
+        sines = np.asarray(multimodal_rope_tables(jnp.asarray(position), dim, theta, section)[1])[0, 0]
+        axis_of[sines != 0] = axis
+    assert axis_of[:44].tolist() == [1, 2] * 22 and axis_of[44:].tolist() == [0] * 20
+
+
+def test_equal_positions_in_all_axes_are_the_1d_rotation_bit_for_bit():
+    positions = jnp.asarray(np.array([[0, 1, 255, 256, 257, 131071]], np.int32))
+    three = jnp.broadcast_to(positions[..., None], (*positions.shape, 3))
+    for mine, theirs in zip(multimodal_rope_tables(three, 128, 5e5, (22, 22, 20)), rope_tables(positions, 128, 5e5), strict=True):
+        np.testing.assert_array_equal(mine, theirs)

@@ -59,11 +59,16 @@ class PixelSettings:
             raise ValueError(f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}")
         for name in ("image_mean", "image_std"):
             value = getattr(self, name)
-            if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(math.isfinite(x) for x in value):
+            if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(_is_number(x) for x in value):
                 raise ValueError(f"{name} is {value!r}; expected three numbers, for red, green and blue")
             object.__setattr__(self, name, tuple(float(x) for x in value))
         if min(self.image_std) <= 0:
             raise ValueError(f"image_std is {self.image_std}; expected numbers above 0")
+        if not _is_number(self.rescale_factor):
+            raise ValueError(f"rescale_factor is {self.rescale_factor!r}; expected a number")
+        for name in ("do_resize", "do_rescale", "do_normalize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected true or false")
         if self.resample not in list(Image.Resampling):
             raise ValueError(f"resample is {self.resample!r}; expected one of Pillow's filters, 0 to 5 (3 is bicubic)")
 
@@ -116,6 +121,10 @@ class PixelSettings:
             "rescale_factor": self.rescale_factor,
             "size": {"longest_edge": self.max_pixels, "shortest_edge": self.min_pixels},
         }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 _NAMES = frozenset(field.name for field in fields(PixelSettings))

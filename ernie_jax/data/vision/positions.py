@@ -130,7 +130,7 @@ def grids_of_rows(
         if used[kind] != len(lists[kind]):
             raise ValueError(
                 f"the tokens have placeholders for {used[kind]} {name}s, {name}_grid_thw has {len(lists[kind])} rows; "
-                "give one grid for each, in order of appearance row after row"
+                "give one grid for each, in order of appearance row after row; images that follow each other need a marker between"
             )
     return rows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import os
 import struct
@@ -54,7 +53,7 @@ def read_image(source: ImageSource) -> np.ndarray:
     if isinstance(source, Image.Image):
         return _from_pillow(source, name)
     if isinstance(source, str) and source.startswith("data:"):
-        return _from_file(io.BytesIO(_data_url_bytes(source, name)), name)
+        return _from_file(io.BytesIO(data_url_bytes(source)), name)
     if isinstance(source, (str, os.PathLike)):
         with open_file(source) as file:
             return _from_file(file, name)
@@ -90,6 +89,9 @@ def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
         return Path(name).expanduser().open("rb") if "://" not in name else epath.Path(name).open("rb")
     except OSError as error:
         raise ValueError(f"cannot open {name}: {error.strerror or error}") from error
+    # A home folder of no user; an address of an unknown kind, or of one whose package is missing.
+    except (RuntimeError, KeyError, ImportError, ValueError) as error:
+        raise ValueError(f"cannot open {name}: {error}") from error
 
 
 def read_bytes(file: Any, name: str) -> bytes:
@@ -100,13 +102,15 @@ def read_bytes(file: Any, name: str) -> bytes:
     return bytes(contents)
 
 
-def _data_url_bytes(url: str, name: str) -> bytes:
+def data_url_bytes(url: str) -> bytes:
+    """What a `data:` URL holds; ValueError where it is not base64."""
+    name = describe(url)
     head, comma, body = url.partition(",")
     if not comma or not head.endswith(";base64"):
         raise ValueError(f"{name} is not of the form data:<type>;base64,<characters>")
     try:
         return base64.b64decode(body, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error is one
         raise ValueError(f"{name} is not valid base64: {error}") from error
 
 

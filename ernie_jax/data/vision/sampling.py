@@ -64,6 +64,9 @@ def check_sampling(sampling: str, num_frames: int | None, fps: float | None, min
     """ValueError where the arguments of `sample_frames` contradict each other whatever the video."""
     if sampling not in SAMPLINGS:
         raise ValueError(f"sampling is {sampling!r}; expected one of {', '.join(SAMPLINGS)}")
+    for name, value in (("num_frames", num_frames), ("min_frames", min_frames), ("max_frames", max_frames)):
+        if not isinstance(value, int) and not (value is None and name == "num_frames"):
+            raise ValueError(f"{name} is {value!r}; expected an integer")
     if num_frames is not None and fps is not None:
         raise ValueError(f"num_frames is {num_frames} and fps is {fps}; give one of them")
     if not 1 <= min_frames <= max_frames:
@@ -72,8 +75,8 @@ def check_sampling(sampling: str, num_frames: int | None, fps: float | None, min
         raise ValueError(
             f"num_frames is {num_frames}; expected min_frames {min_frames} to max_frames {max_frames}, or change those"
         )
-    if fps is not None and not (fps > 0 and math.isfinite(fps)):
-        raise ValueError(f"fps is {fps}; expected a number above 0")
+    if fps is not None and not (isinstance(fps, int | float) and 0 < fps < math.inf):
+        raise ValueError(f"fps is {fps!r}; expected a number above 0")
 
 
 def _middle(total: int, rate: Fraction, num_frames: int | None, fps: Fraction, min_frames: int, max_frames: int) -> list[int]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import os
 import re
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,7 +18,7 @@ from etils import epath
 from PIL import Image
 
 from ernie_jax.data.vision.containers import Opener, scan_video
-from ernie_jax.data.vision.reading import ImageSource, describe, open_file, read_bytes, read_image
+from ernie_jax.data.vision.reading import ImageSource, data_url_bytes, describe, open_file, read_bytes, read_image
 
 VideoSource = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes] | np.ndarray | Sequence[ImageSource]
 
@@ -56,7 +58,7 @@ def open_video(source: VideoSource, *, frame_rate: float | None = None) -> Video
     """Finds out how many frames a video has and when each is shown.
 
     Args:
-      source: a path, the bytes or a binary file of a video (MP4, Matroska, WebM, AVI ..., through PyAV, which the extra `video`
+      source: a path, a `data:` URL, the bytes or a binary file of a video (MP4, Matroska, WebM, AVI ..., through PyAV, which the extra `video`
         installs) or of an animation (GIF, PNG, WebP); a folder of images, in natural order (2 before 10); a list of
         images, each anything `read_image` takes; or an array, uint8 [T, H, W], [T, H, W, 1], [T, H, W, 3] or [T, H, W, 4].
       frame_rate: frames a second of a folder, a list or an array, which carry no times; 24 if not given, as in transformers.
@@ -65,14 +67,16 @@ def open_video(source: VideoSource, *, frame_rate: float | None = None) -> Video
     Raises:
       ValueError: no such file, not a video, cut short, no frames, or PyAV is needed and missing. The message names the source.
     """
-    if frame_rate is not None and not frame_rate > 0:
+    if frame_rate is not None and not 0 < frame_rate < math.inf:
         raise ValueError(f"frame_rate is {frame_rate}; expected a number above 0")
+    if isinstance(source, str) and source.startswith("data:"):
+        decoded = data_url_bytes(source)
+        return _from_file(lambda: io.BytesIO(decoded), describe(source), frame_rate)
     if isinstance(source, (str, os.PathLike)):
         path = os.fspath(source)
-        if "://" not in path or not path.startswith(("http://", "https://")):
-            folder = epath.Path(path)
-            if folder.is_dir():
-                return _from_images(_frame_files(folder), path, frame_rate)
+        folder = _folder(path)
+        if folder is not None:
+            return _from_images(_frame_files(folder), path, frame_rate)
         return _from_file(lambda: open_file(path), path, frame_rate)
     if isinstance(source, np.ndarray):
         if source.ndim != 4 and not (source.ndim == 3 and source.shape[-1] not in (3, 4)):
@@ -93,6 +97,17 @@ def _from_images(images: Sequence[ImageSource], name: str, frame_rate: float | N
     rate = Fraction(DEFAULT_FRAME_RATE if frame_rate is None else frame_rate)
     times = [float(index / rate) for index in range(len(images))]
     return Video(name, times, rate, lambda indices: (read_image(images[index]) for index in indices))
+
+
+def _folder(path: str) -> epath.Path | None:
+    """The folder at this path, None where there is none; `open_file` then tells what is wrong."""
+    if path.startswith(("http://", "https://")):
+        return None
+    try:
+        folder = epath.Path(path).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError, KeyError, ImportError, ValueError):
+        return None
 
 
 def _frame_files(folder: epath.Path) -> list[ImageSource]:
@@ -152,5 +167,7 @@ def _played(opener: Opener, name: str) -> Iterator[tuple[Image.Image, float]]:
                 image.seek(index)
                 image.load()
                 yield image, image.info.get("duration") or _DEFAULT_MILLISECONDS
-    except (OSError, EOFError, SyntaxError, IndexError) as error:
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{name} is too large: {error}") from error
+    except (OSError, EOFError, SyntaxError, IndexError, ValueError, struct.error) as error:
         raise ValueError(f"{name} is a truncated or corrupt animation: {error or type(error).__name__}") from error
