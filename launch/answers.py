@@ -38,6 +38,10 @@ def main() -> None:
     args = parse_arguments()
     if (args.limit is not None and args.limit < 1) or args.batch_size < 1:
         raise ValueError(f"--limit {args.limit}, --batch-size {args.batch_size}; expected at least 1")
+    picture = Path(args.picture) if args.picture else None
+    if picture is not None and (picture.suffix.lower() != ".png" or picture.is_dir()):
+        raise ValueError(f"--picture {picture}; expected the name of a PNG file")
+    losses_of_run = _held_out_losses(Path(args.run)) if args.run else {}
     import jax
     from rich.progress import track
 
@@ -65,11 +69,11 @@ def main() -> None:
         "questions": count,
         "by_question": _by_question(done),
         "seconds": round(seconds, 2),
-        **(_held_out_losses(Path(args.run)) if args.run else {}),
+        **losses_of_run,
     }
-    if args.picture:
-        draw(done, Path(args.picture))
-        result["picture"] = str(Path(args.picture).resolve())
+    if picture is not None:
+        draw(done, picture)
+        result["picture"] = str(picture.resolve())
     for question, share in result["by_question"].items():
         print(f"{share:7.1%}  {question}")
     losses = ", ".join(f"{key[len('eval_loss_') :]} {value:.4f}" for key, value in result.items() if key.startswith("eval_loss_"))
@@ -77,8 +81,8 @@ def main() -> None:
         print(json.dumps(result))
     else:
         held_out = f"; held-out loss: {losses}" if losses else ""
-        picture = f"; picture {result['picture']}" if args.picture else ""
-        print(f"Accuracy {result['accuracy']:.1%}: {right} of {count} answers right, in {seconds:.0f} s{held_out}{picture}")
+        written = f"; picture {result['picture']}" if picture is not None else ""
+        print(f"Accuracy {result['accuracy']:.1%}: {right} of {count} answers right, in {seconds:.0f} s{held_out}{written}")
 
 
 def _by_question(answers: Sequence[Answer]) -> dict[str, float]:
@@ -108,8 +112,9 @@ def draw(answers: Sequence[Answer], path: Path, columns: int = 8, rows: int = 4)
 
     from ernie_jax.data.vision import read_image
 
-    wrong = [a for a in answers if not a.right and a.record.media][: columns * rows // 2]
-    shown = [*wrong, *[a for a in answers if a.right and a.record.media]][: columns * rows]
+    pictured = [a for a in answers if any(item.kind == "image" for item in a.record.media)]
+    wrong = [a for a in pictured if not a.right][: columns * rows // 2]
+    shown = [*wrong, *[a for a in pictured if a.right]][: columns * rows]
     figure = Figure(figsize=(1.6 * columns, 1.9 * rows), layout="constrained")
     for axes, answer in zip(figure.subplots(rows, columns).flat, shown, strict=False):
         images = [read_image(item.source) for item in answer.record.media if item.kind == "image"]

@@ -18,7 +18,8 @@ from PIL import Image
 SIDES = (16, 32, 48)
 QUESTIONS = ("Which digit is this?", "What number do you see?", "Read the digit.")
 PAIR_QUESTION = "Which digits are these?"
-_MANIFEST, _VERSION = "digits.json", 1
+_MANIFEST, _VERSION = "digits.json", 2
+_TURN = 10.0  # degrees, most that a digit is turned either way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class DigitCorpus:
 
 
 def digit_corpus(
-    folder: str | os.PathLike[str], *, held_out: int = 297, copies: int = 4, pairs: int = 600, seed: int = 0
+    folder: str | os.PathLike[str], *, held_out: int = 297, copies: int = 6, pairs: int = 600, seed: int = 0
 ) -> DigitCorpus:
     """Writes `train.jsonl`, `heldout.jsonl` and their images, or reuses what is there.
 
@@ -116,10 +117,11 @@ def _conversation(pictures: Sequence[dict[str, str]], question: str, answer: str
 
 
 def _render(digit: np.ndarray, rng: np.random.Generator) -> Image.Image:
-    """The digit on a black square, filling most of it, somewhere within, a little wider or narrower than it was."""
+    """The digit on a black square, filling most of it, somewhere within, a little turned, wider or narrower than it was."""
     side = int(rng.choice(SIDES))
     width, height = (round(side * rng.uniform(0.85, 1.0)) for _ in range(2))
     small = Image.fromarray(np.round(digit * 255 / 16).astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+    small = small.rotate(float(rng.uniform(-_TURN, _TURN)), Image.Resampling.BICUBIC)
     canvas = Image.new("L", (side, side))
     canvas.paste(small, (int(rng.integers(side - width + 1)), int(rng.integers(side - height + 1))))
     return canvas

@@ -26,7 +26,10 @@ def expand_paths(paths: str | epath.Path | Sequence[str | epath.Path]) -> list[e
         raise ValueError("no data files are given; expected a path, a glob or a list of them")
     files: dict[str, epath.Path] = {}
     for pattern in patterns:
-        matched = [path for path in _matches(str(pattern)) if not path.is_dir()]
+        try:
+            matched = [path for path in _matches(str(pattern)) if not path.is_dir()]
+        except (KeyError, ImportError) as error:
+            raise ValueError(f"cannot look for {str(pattern)!r}: addresses of this kind are not known here ({error})") from error
         if not matched:
             raise ValueError(f"no file matches {str(pattern)!r}; {_advice(str(pattern))}")
         files.update((str(path), path) for path in matched)

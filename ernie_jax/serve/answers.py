@@ -33,9 +33,7 @@ class Answer:
     @property
     def question(self) -> str:
         """The words of the last question."""
-        content = self.record.messages[-2]["content"]
-        parts = [content] if isinstance(content, str) else [item["text"] for item in content if item["type"] == "text"]
-        return " ".join(parts)
+        return " ".join(_texts(self.record.messages[-2]))
 
 
 def answer_questions(
@@ -61,7 +59,7 @@ def answer_questions(
     """
     for record in records:
         roles = [message["role"] for message in record.messages]
-        if roles[-2:] != ["user", "assistant"] or not isinstance(record.messages[-1]["content"], str):
+        if roles[-2:] != ["user", "assistant"]:
             raise ValueError(f"{record.where}: expected a conversation that ends with a question and its answer, got roles {roles}")
     for start in range(0, len(records), batch_size):
         some = records[start : start + batch_size]
@@ -69,7 +67,12 @@ def answer_questions(
         asked = [*some, *[some[0]] * (min(batch_size, len(records)) - len(some))]
         given = chat(model, tokenizer, [_question(r) for r in asked], max_new_tokens=max_new_tokens, **settings)
         for record, answer in zip(some, given, strict=False):
-            yield Answer(record, record.messages[-1]["content"].strip(), answer.strip())
+            yield Answer(record, "".join(_texts(record.messages[-1])).strip(), answer.strip())
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    content = message["content"]
+    return [content] if isinstance(content, str) else [item["text"] for item in content if item["type"] == "text"]
 
 
 def _question(record: Record) -> list[Mapping[str, Any]]:

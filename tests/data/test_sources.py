@@ -212,3 +212,9 @@ def test_row_groups_are_kept_within_the_limit():
         cache.get((name, 0), lambda name=name: read(name))
     # "b" was used least recently when "c" came, so it alone was read again.
     assert reads == ["a", "b", "c", "b"]
+
+
+@pytest.mark.parametrize("pattern", ["nowhere://a.jsonl", "nowhere://a/*.jsonl"])
+def test_addresses_of_an_unknown_kind(pattern):
+    with pytest.raises(ValueError, match="cannot look for 'nowhere://a"):
+        open_records(pattern)

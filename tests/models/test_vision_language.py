@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from ernie_jax import load_pretrained
 from ernie_jax.config import PRESETS, count_parameters
 from ernie_jax.models import abstract_model
+from ernie_jax.nn.kv_cache import KVCache
 from ernie_jax.sharding import make_mesh
 
 PUBLISHED = {
@@ -109,6 +110,7 @@ def test_logits_on_a_mesh(golden, io, sizes):
         ({"mm_token_type_ids": np.zeros((2, 3), int)}, r"mm_token_type_ids has shape \(2, 3\); expected \(2, 24\)"),
         ({"moe_mm_token_type_ids": np.full((2, 24), 3)}, "spans 3..3; expected 0"),
         ({"position_ids": np.zeros((2, 2, 24), int)}, r"position_ids has shape \(2, 2, 24\)"),
+        ({"position_ids": np.zeros((3, 2, 24))}, "position_ids has dtype float64; expected integers"),
     ],
 )
 def test_what_does_not_fit_is_refused(model, io, change, message):
@@ -123,3 +125,31 @@ def test_what_does_not_fit_is_refused(model, io, change, message):
 def test_images_without_placeholders_are_refused(model, io):
     with pytest.raises(ValueError, match="1 images are given, but input_ids have no image placeholders"):
         model(io["text_input_ids"], pixel_values=io["pixel_values"][:24], image_grid_thw=io["image_grid_thw"][:1])
+
+
+def test_text_behind_images_in_a_cache_goes_on_at_their_positions(model, io):
+    """Images take fewer positions than tokens; without the offset logits are off by whole units."""
+    both = ("attention_mask", "mm_token_type_ids", "moe_mm_token_type_ids")
+    given, next_ids = inputs(io), np.array([[5], [9]])
+    longer = {key: np.concatenate([given[key], np.full((2, 1), key == "attention_mask")], 1) for key in both}
+    whole = model(np.concatenate([io["input_ids"], next_ids], 1), **given | longer).logits[:, -1]
+    cache = model(io["input_ids"], **given, cache=KVCache.create(model.config, 2, 26, np.float32)).cache
+    first = model(next_ids, cache=cache)
+    np.testing.assert_allclose(first.logits[:, 0], whole, atol=1e-4)
+    # A second step goes on from the first.
+    given_positions = io["position_ids"].max(axis=(0, 2))[:, None] + 2
+    told = model(next_ids, position_ids=given_positions, cache=first.cache).logits
+    np.testing.assert_allclose(model(next_ids, cache=first.cache).logits, told, atol=1e-5)
+
+
+def test_lists_are_taken_like_arrays(model, io):
+    lists = {key: value.tolist() for key, value in inputs(io).items()}
+    out = model(io["input_ids"].tolist(), **lists, position_ids=io["position_ids"].tolist())
+    np.testing.assert_allclose(masked(io, out.logits), io["logits"], atol=1e-4)
+    features, _ = model.image_features(io["pixel_values"].tolist(), io["image_grid_thw"].tolist())
+    np.testing.assert_allclose(features, io["vision_tower_image"], atol=1e-4)
+
+
+def test_image_features_of_patches_of_another_width_are_refused(model, io):
+    with pytest.raises(ValueError, match=r"covers 48 patches, pixel_values has \(48, 10\), not \[48, 48\]"):
+        model.image_features(io["pixel_values"][:, :10], io["image_grid_thw"])

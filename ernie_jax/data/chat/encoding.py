@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,7 @@ def encode_chat(
         `media_tokens`, a tokenizer without the end of a turn, or without the tokens of images and videos where there are any.
     """
     checked = checked_messages(messages)
+    _check_tools(tools)
     parts = template.parts(
         checked,
         add_generation_prompt=add_generation_prompt,
@@ -87,6 +89,17 @@ def encode_chat(
             "use the model's own tokenizer, or give the token to train_tokenizer in special_tokens"
         )
     return _encoded(parts, tokenizer, kinds, media_tokens)
+
+
+def _check_tools(tools: Any) -> None:
+    if tools is None:
+        return
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"tools is {tools!r}; expected a list of mappings, each the description of a function")
+    try:
+        json.dumps(tools)
+    except TypeError as error:
+        raise ValueError(f"tools cannot be written as JSON: {error}") from error
 
 
 def _encoded(parts: Sequence[Part], tokenizer: Tokenizer, kinds: tuple[MediaKind, ...], counts: Sequence[int]) -> EncodedChat:

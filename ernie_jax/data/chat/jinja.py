@@ -10,6 +10,7 @@ which trim texts or split them at `</think>` work.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -98,7 +99,7 @@ class JinjaTemplate:
             variables["enable_thinking"] = enable_thinking
         try:
             rendered = self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError) as error:
             raise ValueError(f"{self._source} does not take this chat: {error}") from error
         wanted = [item.kind for message in messages for item in message.items if isinstance(item, Media)]
         try:
@@ -121,7 +122,10 @@ class _Marks:
         said = {character for message in messages for character in message.text}
         said |= set(template) | set(json.dumps(tools, ensure_ascii=False, default=str))
         free = (chr(code) for code in _PRIVATE if chr(code) not in said)
-        self._cut, self._inner, self._begin, self._end, self._media = (next(free) for _ in range(5))
+        found = list(itertools.islice(free, 5))
+        if len(found) < 5:
+            raise ValueError(f"the messages hold nearly all characters from U+{_PRIVATE[0]:X} on, of which a few must be left free")
+        self._cut, self._inner, self._begin, self._end, self._media = found
         protected = {*special_tokens, *_PLACEHOLDERS, *_MARKERS}
         self._of_user = _starts(protected)
         self._of_assistant = _starts(protected - ASSISTANT_MARKERS)

@@ -65,11 +65,12 @@ def _source(folder: epath.Path) -> tuple[str, str] | None:
     """A folder's jinja and the file it came from."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_bytes().decode("utf-8"), str(file)
+        return _decoded(file), str(file)
     for name in ("chat_template.json", "tokenizer_config.json"):
         template = _read(folder / name).get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[-1].get("template") if named else None
             if template is None:
                 raise ValueError(f"{folder / name}: several chat templates and none is named 'default'")
         if template is not None and not isinstance(template, str):
@@ -87,7 +88,17 @@ def _names(folder: epath.PathLike) -> dict[str, str]:
 
 
 def _read(file: epath.Path) -> dict[str, Any]:
-    contents = json.loads(file.read_bytes()) if file.exists() else {}
+    try:
+        contents = json.loads(_decoded(file)) if file.exists() else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(contents, dict):
         raise ValueError(f"{file} holds a {type(contents).__name__}, expected a JSON object")
     return contents
+
+
+def _decoded(file: epath.Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from error

@@ -89,8 +89,10 @@ def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
         return Path(name).expanduser().open("rb") if "://" not in name else epath.Path(name).open("rb")
     except OSError as error:
         raise ValueError(f"cannot open {name}: {error.strerror or error}") from error
-    # A home folder of no user; an address of an unknown kind, or of one whose package is missing.
-    except (RuntimeError, KeyError, ImportError, ValueError) as error:
+    except KeyError as error:
+        raise ValueError(f"cannot open {name}: addresses of this kind are not known") from error
+    # The home folder of an unknown user; an address whose package is not installed.
+    except (RuntimeError, ImportError, ValueError) as error:
         raise ValueError(f"cannot open {name}: {error}") from error
 
 

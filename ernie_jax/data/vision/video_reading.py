@@ -58,9 +58,10 @@ def open_video(source: VideoSource, *, frame_rate: float | None = None) -> Video
     """Finds out how many frames a video has and when each is shown.
 
     Args:
-      source: a path, a `data:` URL, the bytes or a binary file of a video (MP4, Matroska, WebM, AVI ..., through PyAV, which the extra `video`
-        installs) or of an animation (GIF, PNG, WebP); a folder of images, in natural order (2 before 10); a list of
-        images, each anything `read_image` takes; or an array, uint8 [T, H, W], [T, H, W, 1], [T, H, W, 3] or [T, H, W, 4].
+      source: a path, a `data:` URL, the bytes or a binary file of a video (MP4, Matroska, WebM, AVI ..., through PyAV, which
+        the extra `video` installs) or of an animation (GIF, PNG, WebP); a folder of images, in natural order (2 before 10); a
+        list of images, each anything `read_image` takes; or an array, uint8 [T, H, W], [T, H, W, 1], [T, H, W, 3] or
+        [T, H, W, 4].
       frame_rate: frames a second of a folder, a list or an array, which carry no times; 24 if not given, as in transformers.
         Files tell their own.
 

@@ -169,3 +169,32 @@ def _said(folder):
 
     messages = checked_messages([{"role": "user", "content": "a"}])
     return "".join(part.text for part in chat_template_of(folder, "text").parts(messages, add_generation_prompt=False))
+
+
+def test_text_with_every_character_that_marks_are_taken_from(chat_tokenizer):
+    everything = "".join(map(chr, range(0xF0000, 0xFFFFE)))
+    with pytest.raises(ValueError, match="a few must be left free"):
+        encode_chat(
+            [{"role": "user", "content": everything}], chat_tokenizer, JinjaTemplate(TEXT, "text"), add_generation_prompt=True
+        )
+
+
+@pytest.mark.parametrize("source", ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 'é'.encode('ascii') }}"])
+def test_a_template_that_fails_is_named(chat_tokenizer, source):
+    template = JinjaTemplate(source, "text", source="the file")
+    with pytest.raises(ValueError, match=r"^the file does not take this chat"):
+        encode_chat([{"role": "user", "content": "a"}], chat_tokenizer, template, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("tools", ["x", {"name": "f"}, [None], [{"name": object()}]], ids=str)
+@pytest.mark.parametrize("template", [JinjaTemplate(TEXT, "text"), chat_template_of(None, "thinking")], ids=["jinja", "built in"])
+def test_tools_that_are_none(chat_tokenizer, template, tools):
+    with pytest.raises(ValueError, match=r"^tools "):
+        encode_chat([{"role": "user", "content": "a"}], chat_tokenizer, template, add_generation_prompt=True, tools=tools)
+
+
+@pytest.mark.parametrize("contents", [b"{", b"\xff", b'{"chat_template": [5]}', b'{"chat_template": [{"name": [1]}]}'])
+def test_a_broken_settings_file_is_named(tmp_path, contents):
+    (tmp_path / "tokenizer_config.json").write_bytes(contents)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json"):
+        chat_template_of(tmp_path, "vl")

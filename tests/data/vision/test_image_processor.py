@@ -132,3 +132,12 @@ def test_files_that_ask_for_something_else(text, message, tmp_path):
 def test_no_folder(tmp_path):
     with pytest.raises(ValueError, match="is not a folder"):
         ImageProcessor.from_folder(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "setting", [{"image_mean": ["a", 1, 2]}, {"image_std": [None, 1, 1]}, {"rescale_factor": "x"}, {"do_resize": "no"}], ids=str
+)
+def test_a_file_with_settings_of_another_type(tmp_path, setting):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(setting))
+    with pytest.raises(ValueError, match=f"preprocessor_config.json: {next(iter(setting))} is "):
+        ImageProcessor.from_folder(tmp_path)

@@ -279,3 +279,9 @@ def test_sources_that_are_no_image(source, message):
 def test_a_folder_is_no_image(tmp_path):
     with pytest.raises(ValueError, match="cannot open"):
         read_image(Path(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["~no-such-user-here/a.png", "nowhere://a.png", "a\0.png", "data:image/png;base64,é"])
+def test_names_that_no_file_can_have(name):
+    with pytest.raises(ValueError, match=r"^(cannot open|the data URL) "):
+        read_image(name)

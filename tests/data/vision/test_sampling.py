@@ -102,3 +102,9 @@ def test_wrong_arguments(options, message):
 def test_a_video_without_frames():
     with pytest.raises(ValueError, match="a video of 0 frames"):
         sample_frames(0, 25)
+
+
+@pytest.mark.parametrize("change", [{"num_frames": "8"}, {"min_frames": None}, {"max_frames": 7.5}, {"fps": "2"}])
+def test_settings_of_another_type(change):
+    with pytest.raises(ValueError, match=f"{next(iter(change))} is "):
+        sample_frames(20, 25, **change)

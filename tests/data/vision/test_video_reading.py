@@ -1,3 +1,4 @@
+import base64
 import io
 import struct
 import sys
@@ -277,3 +278,33 @@ def test_scan_tells_keyframes(mp4):
     scanned = scan_video(lambda: io.BytesIO(mp4), "clip")
     assert len(scanned.keys) >= 8
     assert scanned.pts is not None and set(dict(scanned.keys)) <= set(scanned.pts)
+
+
+@pytest.mark.parametrize("name", ["~no-such-user-here/a.mp4", "nowhere://a.mp4", "a\0.mp4", "a" * 5000])
+def test_names_that_no_video_can_have(name):
+    with pytest.raises(ValueError, match=r"^cannot open "):
+        open_video(name)
+
+
+def test_a_video_in_a_data_url():
+    file = io.BytesIO()
+    stills = [Image.fromarray(frame(index, 16, 16)) for index in range(3)]
+    stills[0].save(file, "WEBP", save_all=True, append_images=stills[1:], lossless=True, duration=50)
+    url = "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
+    video = open_video(url)
+    assert list(video.times) == [0, 0.05, 0.1]
+    assert [picture[0, 0, 0] for picture in video.read([0, 1, 2])] == [0, 1, 2]
+
+
+def test_an_animation_that_claims_to_be_huge():
+    file = io.BytesIO()
+    Image.new("P", (4, 4)).save(file, "GIF")
+    claimed = bytearray(file.getvalue())
+    claimed[6:10] = struct.pack("<HH", 65535, 65535)
+    with pytest.raises(ValueError, match="too large"):
+        open_video(bytes(claimed))
+
+
+def test_an_endless_frame_rate():
+    with pytest.raises(ValueError, match="frame_rate is inf"):
+        open_video(np.zeros((2, 8, 8, 3), np.uint8), frame_rate=float("inf"))
