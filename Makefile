@@ -33,7 +33,7 @@ quickstart-vl: $(VENV)/.installed-demo
 	JAX_PLATFORMS=cpu XLA_FLAGS="$(FAKE_DEVICES)" $(BIN)/python launch/train.py \
 		--config=configs/quickstart_vl.py --workdir=$(VL_WORKDIR)
 	JAX_PLATFORMS=cpu $(BIN)/python launch/answers.py --model=$(VL_WORKDIR)/export \
-		--questions=$(VL_WORKDIR)/digits/heldout.jsonl --run=$(VL_WORKDIR) --picture=$(VL_WORKDIR)/plots/answers.png
+		--questions=$(VL_WORKDIR)/digits/heldout.jsonl --run=$(VL_WORKDIR) --picture=$(VL_WORKDIR)/plots/answers.png --batch-size=192 --max-new-tokens=8
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2

@@ -13,7 +13,7 @@ from ernie_jax.config import default_config
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.model.preset = "quickstart-vl"
-    config.steps = 300
+    config.steps = 280
     config.log_every = 10
     config.batch_size = 32
     config.seq_len = 128
