@@ -62,6 +62,11 @@ def test_command(golden, tmp_path):
     _same(tmp_path / "out", load_file(golden / "moe" / "model.safetensors"))
 
 
+def test_vision_language(golden, tmp_path, convert):
+    assert convert.main(["--from", str(golden / "vl"), "--to", str(tmp_path / "out")]) == 0
+    _same(tmp_path / "out", load_file(golden / "vl" / "model.safetensors"))
+
+
 def test_dtype_and_files_that_go_along(golden, tmp_path, convert, capsys):
     assert convert.main(["--from", str(golden / "moe"), "--to", str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("Wrote 366,680 parameters")
@@ -109,7 +114,6 @@ def test_user_errors(golden, tmp_path, convert, capsys):
 
     dense, out = str(golden / "dense"), str(tmp_path / "out")
     assert "no checkpoint folder at" in error("--from", str(tmp_path / "nowhere"), "--to", out)
-    assert "vision-language checkpoints cannot be converted yet" in error("--from", str(golden / "vl"), "--to", out)
     assert "max_shard_size='big'" in error("--from", dense, "--to", out, "--max-shard-size", "big")
     assert "are both" in error("--from", dense, "--to", dense)
     assert "is not a run" in error("--from", dense, "--to", out, "--step", "3")

@@ -67,9 +67,9 @@ def test_mesh_equals_one_device(mesh):
 
 
 @pytest.mark.parametrize("name", [name for name in BATCHES if name != "mixed"])
-@pytest.mark.parametrize("mesh", ["expert 8", "data 2 x tensor 2 x expert 2"])
-def test_every_kind_of_batch(mesh, name):
-    check(MESHES[mesh], name)
+def test_every_kind_of_batch(name):
+    """On the mesh with all axes: the devices of seven rows may hold no image at all, those of others nothing else."""
+    check(MESHES["data 2 x tensor 2 x expert 2"], name)
 
 
 def test_zero_3():
@@ -85,17 +85,15 @@ def test_odd_number_of_tokens():
     check(MESHES["data 2 x tensor 2 x expert 2"], tokens=27)
 
 
-@pytest.mark.parametrize("mesh", ["expert 8", "data 2 x tensor 2 x expert 2"])
-def test_capacity_counts_each_modality_on_its_own(mesh):
-    parts = check(MESHES[mesh], compute=ComputeConfig(capacity_factor=0.75)).parts
+def test_capacity_counts_each_modality_on_its_own():
+    parts = check(MESHES["expert 8"], compute=ComputeConfig(capacity_factor=0.75)).parts
     for stats in (*parts.stats, *parts.vision_stats):
         assert stats.dropped > 0
         assert stats.load.sum() + stats.dropped == stats.tokens * 3
 
 
-@pytest.mark.parametrize("remat", ["full", ("attn_out", "vit_attn_out")])
-def test_remat(remat):
-    check({"data": 1}, compute=ComputeConfig(remat=remat))
+def test_remat():
+    check({"data": 1}, compute=ComputeConfig(remat=("attn_out", "vit_attn_out")))
 
 
 def test_patches_that_no_device_needs_change_nothing():

@@ -186,7 +186,9 @@ def test_a_template_that_fails_is_named(chat_tokenizer, source):
         encode_chat([{"role": "user", "content": "a"}], chat_tokenizer, template, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize("tools", ["x", {"name": "f"}, [None], [{"name": object()}]], ids=["text", "one tool", "nothing", "no JSON"])
+@pytest.mark.parametrize(
+    "tools", ["x", {"name": "f"}, [None], [{"name": object()}]], ids=["text", "one tool", "nothing", "no JSON"]
+)
 @pytest.mark.parametrize("template", [JinjaTemplate(TEXT, "text"), chat_template_of(None, "thinking")], ids=["jinja", "built in"])
 def test_tools_that_are_none(chat_tokenizer, template, tools):
     with pytest.raises(ValueError, match=r"^tools "):
