@@ -13,7 +13,7 @@ from ernie_jax.config import default_config
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.model.preset = "quickstart-vl"
-    config.steps = 280
+    config.steps = 300
     config.log_every = 10
     config.batch_size = 32
     config.seq_len = 128
@@ -27,5 +27,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.loss.update({"multimodal_weight": 10.0})
     config.data.update({"kind": "digits", "text_weight": 0.02, "max_bytes": 1_000_000, "max_patches": 512})
     config.checkpoint.update({"every": 0, "keep": 1})
-    config.eval.update({"every": 100, "batches": 8})
+    config.eval.update({"every": 150, "batches": 6})
     return config

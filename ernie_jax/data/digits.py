@@ -18,7 +18,7 @@ from PIL import Image
 SIDES = (16, 32, 48)
 QUESTIONS = ("Which digit is this?", "What number do you see?", "Read the digit.")
 PAIR_QUESTION = "Which digits are these?"
-_MANIFEST, _VERSION = "digits.json", 2
+_MANIFEST, _VERSION = "digits.json", 3
 _TURN = 10.0  # degrees, most that a digit is turned either way
 
 
@@ -39,7 +39,7 @@ def digit_corpus(
 
     Every digit is either for training or held out. One for training is rendered `copies` times, each time at another size and
     place, and a question asked about each; a held-out one once. Questions about two of these images at once are mixed in, for
-    training `pairs`, held out a quarter of the number of digits.
+    training `pairs`, held out a tenth of the number of digits.
 
     Args:
       folder: where the files go; made if missing.
@@ -65,7 +65,7 @@ def digit_corpus(
     order = rng.permutation(len(images))
     counts = []
     for name, chosen, repeats, number in (
-        ("heldout", order[:held_out], 1, held_out // 4),
+        ("heldout", order[:held_out], 1, held_out // 10),
         ("train", order[held_out:], copies, pairs),
     ):
         (folder / name).mkdir(parents=True, exist_ok=True)
