@@ -111,7 +111,7 @@ class DecoderSegment(nnx.Module):
             for i, layer in enumerate(layers):
                 cache = None if caches is None else caches[i].at(repeat)
                 own = [None if stack is None else stack.at(repeat) for stack in stacks[i]]
-                x, cache, router = layer(x, context, cache, own or None, collect)
+                x, cache, router = layer(x, context, cache, own, collect)
                 new_caches.append(None if cache is None else cache.at(None))
                 routers.append(router)
                 hidden.append(x if collect.hidden_states else None)

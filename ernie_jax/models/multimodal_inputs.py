@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -188,9 +189,17 @@ def _spread(
         spread = spread_images(grids, owner, num_groups=groups, ranks=ranks, merge_size=merge)
     else:
         whole = spread_images(grids, [0] * len(grids), num_groups=1, ranks=groups * ranks, merge_size=merge)
-        arrays = (whole.source, whole.segment_ids, whole.position_ids, whole.pairs)
-        source, segments, positions, pairs = (a.reshape(groups, ranks, *a.shape[2:]) for a in arrays)
-        spread = Spread(source, segments, positions, pairs, whole.rows, whole.imbalance, whole.naive_imbalance)
+
+        def over_groups(array: np.ndarray) -> np.ndarray:
+            return array.reshape(groups, ranks, *array.shape[2:])
+
+        spread = replace(
+            whole,
+            source=over_groups(whole.source),
+            segment_ids=over_groups(whole.segment_ids),
+            position_ids=over_groups(whole.position_ids),
+            pairs=over_groups(whole.pairs),
+        )
     # The two lists hold images and videos apart; the rows tell in which order they are met.
     queues = {kind: iter(() if given is None else given.patches) for kind, given in media.items()}
     order = [kind for row in range(len(kinds)) for kind in _kinds_in_order(kinds[row][valid[row]])]

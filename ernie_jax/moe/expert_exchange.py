@@ -49,14 +49,13 @@ def apply_experts(
     """
     weights = tuple(experts.weights() for experts in sets)
     layout = current_layout()
-    one_device = layout is None or layout.mesh.size == 1
     num_experts, shards = weights[0].down.shape[0], 1 if layout is None else layout.shards("expert")
     index = shard_major(routing.expert_index, num_experts, len(sets), shards)
     routing = Routing(index, routing.weights.astype(x.dtype))
     on_device: Callable[..., jax.Array] = functools.partial(_on_device, compute, hidden_act)
     if compute.remat == "none":
         on_device = jax.checkpoint(on_device, static_argnums=4, prevent_cse=False, policy=_KEEP)
-    if layout is None or one_device:
+    if layout is None or layout.mesh.size == 1:
         return on_device(x, routing, weights, tuple(stacks), ExchangePlan(num_experts=len(sets) * num_experts, shards=1))
     return on_each_device(on_device, x, routing, weights, stacks, layout, compute.capacity_factor)
 

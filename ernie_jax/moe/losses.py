@@ -49,13 +49,8 @@ def orthogonal_loss(gate: jax.Array, num_groups: int = 1) -> jax.Array:
     num_experts, dim = gate.shape[-2:]
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(f"orthogonal loss: {num_experts} experts cannot be split into {num_groups} equal groups")
-    rows = gate.astype(jnp.float32)
-    # max(norm, 1e-12) with a gradient that stays finite for a zero row.
-    square = jnp.sum(jnp.square(rows), axis=-1, keepdims=True)
-    rows = rows * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
     size = num_experts // num_groups
-    rows = rows.reshape(*gate.shape[:-2], num_groups, size, dim)
-    gram = jnp.einsum("...gid,...gjd->...gij", rows, rows, precision=jax.lax.Precision.HIGHEST)
+    gram = _cosines(gate.reshape(*gate.shape[:-2], num_groups, size, dim))
     return jnp.mean(jnp.square(gram - jnp.eye(size)), axis=(-3, -2, -1))
 
 
@@ -68,11 +63,18 @@ def gate_cosine(gate: jax.Array) -> jax.Array:
     Returns:
       [...] float32.
     """
-    rows = gate.astype(jnp.float32)
-    rows = rows * jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(rows), axis=-1, keepdims=True), 1e-24))
     size = gate.shape[-2]
-    gram = jnp.einsum("...id,...jd->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
-    return jnp.sum(jnp.abs(jnp.where(jnp.eye(size, dtype=bool), 0, gram)), axis=(-2, -1)) / max(1, size * (size - 1))
+    different = jnp.where(jnp.eye(size, dtype=bool), 0, _cosines(gate))
+    return jnp.sum(jnp.abs(different), axis=(-2, -1)) / max(1, size * (size - 1))
+
+
+def _cosines(rows: jax.Array) -> jax.Array:
+    """[..., n, D] -> [..., n, n] float32, the cosine of each pair of rows."""
+    rows = rows.astype(jnp.float32)
+    # max(norm, 1e-12) with a gradient that stays finite for a zero row.
+    square = jnp.sum(jnp.square(rows), axis=-1, keepdims=True)
+    rows = rows * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
+    return jnp.einsum("...id,...jd->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
 
 
 def transformers_auxiliary_loss(logits: jax.Array, k: int, valid: jax.Array | None = None) -> jax.Array:

@@ -11,8 +11,9 @@ from typing import Literal
 
 import numpy as np
 
+from ernie_jax.data.vision.geometry import Grid
+
 Kind = Literal["image", "video"]
-Grid = tuple[int, int, int]
 KINDS: tuple[Kind, ...] = ("image", "video")
 
 

@@ -10,12 +10,12 @@ a pair of frames: attention stays within a frame and the resampler pairs two, so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ernie_jax.data.vision.balance import assign, imbalance, naive_assignment
-from ernie_jax.data.vision.geometry import Grid, check_grid, patch_coordinates
+from ernie_jax.data.vision.geometry import Grid, check_grid, patch_coordinates, tokens_of_grid
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,11 @@ def spread_images(
         raise ValueError(f"max_patches={max_patches} is not a multiple of merge_size^2 = {area}")
     n = bucket(fullest // area) * area if max_patches is None else max_patches
     # A video of pairs fills half as many token rows as images; counting for images alone keeps one shape for both.
-    spread = _empty(num_groups, ranks, n, n // area, [_num_rows(grid, area) for grid in checked])
+    balanced, split = (imbalance(weights, places, num_groups * ranks) for places in (device, naive))
+    counts = [tokens_of_grid(grid, merge_size) for grid in checked]
+    spread = replace(_empty(num_groups, ranks, n, n // area, counts), imbalance=balanced, naive_imbalance=split)
     _fill(spread, units, device, num_groups * ranks, area)
-    return _with_figures(spread, weights, device, naive, num_groups * ranks)
+    return spread
 
 
 def bucket(count: int) -> int:
@@ -122,11 +124,6 @@ def bucket(count: int) -> int:
     while step * 8 < count:
         step *= 2
     return max(1, -(-count // step) * step)
-
-
-def _num_rows(grid: Grid, area: int) -> int:
-    time, height, width = grid
-    return max(1, time // 2) * height * width // area
 
 
 def _units(grids: Sequence[Grid], merge_size: int) -> list[_Unit]:
@@ -170,8 +167,3 @@ def _fill(spread: Spread, units: Sequence[_Unit], device: np.ndarray, devices: i
         out[done[unit.image] : done[unit.image] + count] = rank * k + place
         done[unit.image] += count
         patches[d], tokens[d], frames[d] = at.stop, tokens[d] + count, frames[d] + unit.frames
-
-
-def _with_figures(spread: Spread, weights: np.ndarray, device: np.ndarray, naive: np.ndarray, devices: int) -> Spread:
-    balanced, split = (imbalance(weights, places, devices) for places in (device, naive))
-    return Spread(spread.source, spread.segment_ids, spread.position_ids, spread.pairs, spread.rows, balanced, split)
