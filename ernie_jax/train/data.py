@@ -22,7 +22,7 @@ from ernie_jax.data import (
 from ernie_jax.sharding import Layout
 from ernie_jax.train.multimodal import check_vocabulary, made_digits, open_multimodal
 from ernie_jax.train.records import Record
-from ernie_jax.train.run_data import RunData, texts_of, train_once
+from ernie_jax.train.run_data import TOKENIZER_CHARACTERS, RunData, texts_of, train_once
 
 
 def open_data(run: RunConfig, workdir: Path, layout: Layout) -> RunData:
@@ -106,7 +106,10 @@ def _standard_library(run: RunConfig, workdir: Path) -> tuple[list[str], list[st
     if jax.process_index() == 0:
         corpus = standard_library_corpus(workdir / "corpus", max_bytes=run.data.max_bytes)
         if run.data.tokenizer is None:
-            train_once(folder, lambda partial: train_tokenizer(texts_of(corpus.train_path), run.model.vocab_size, partial))
+            train_once(
+                folder,
+                lambda partial: train_tokenizer(texts_of(corpus.train_path, TOKENIZER_CHARACTERS), run.model.vocab_size, partial),
+            )
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("ernie_jax corpus")
         corpus = standard_library_corpus(workdir / "corpus", max_bytes=run.data.max_bytes)

@@ -27,7 +27,7 @@ from ernie_jax.data.digits import PAIR_QUESTION, QUESTIONS, DigitCorpus, digit_c
 from ernie_jax.data.multimodal import BatchShape, DocumentEncoder
 from ernie_jax.data.vision import ImageProcessor, VideoProcessor
 from ernie_jax.sharding import Layout
-from ernie_jax.train.run_data import RunData, texts_of, train_once
+from ernie_jax.train.run_data import TOKENIZER_CHARACTERS, RunData, texts_of, train_once
 
 _DEFAULT_TEMPLATE = "vl"
 _LONGEST_TEXT = 1000  # characters
@@ -63,7 +63,7 @@ def made_digits(run: RunConfig, workdir: Path) -> DataConfig:
 
         def train(partial: Path) -> None:
             spoken = [*QUESTIONS, PAIR_QUESTION, "User: Picture 1: Picture 2: Assistant: 0 and 1"] * 100
-            samples = itertools.chain(spoken, texts_of(texts.train_path))
+            samples = itertools.chain(spoken, texts_of(texts.train_path, TOKENIZER_CHARACTERS))
             train_tokenizer(samples, run.model.vocab_size, partial, special_tokens=(*MEDIA_TOKENS, *_CHAT_TOKENS))
             sizes: dict[str, Any] = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
             block = (vision.patch_size * vision.spatial_merge_size) ** 2

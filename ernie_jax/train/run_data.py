@@ -12,7 +12,7 @@ from ernie_jax.data import HeldoutBatches, HeldoutMultimodalBatches, Tokenizer, 
 from ernie_jax.data.vision import ImageProcessor, VideoProcessor
 
 # Text that a tokenizer of our own is trained on; more changes few merges and takes longer.
-_TOKENIZER_BYTES = 8_000_000
+TOKENIZER_CHARACTERS = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ def train_once(folder: Path, train: Callable[[Path], object]) -> None:
     partial.rename(folder)
 
 
-def texts_of(path: Path, field: str = "text", max_bytes: int = _TOKENIZER_BYTES) -> Iterator[str]:
-    """The first texts of a JSONL file, about `max_bytes` of them."""
+def texts_of(path: Path, max_characters: int | None = None) -> Iterator[str]:
+    """The texts of a JSONL file's records, or the first of them with about so many characters together."""
     size = 0
     with path.open(encoding="utf-8") as lines:
         for line in lines:
-            text: str = json.loads(line)[field]
+            text: str = json.loads(line)["text"]
             yield text
             size += len(text)
-            if size >= max_bytes:
+            if max_characters is not None and size >= max_characters:
                 return
