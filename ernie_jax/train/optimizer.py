@@ -87,9 +87,13 @@ def make_adamw(config: OptimizerConfig, paths: Sequence[str]) -> AdamW:
 
 
 def orthogonal_step(values: Arrays, rate: jax.Array | float, num_groups: int) -> Arrays:
-    """`Wg <- Wg - rate * dL_orth/dWg` for every trained gate [..., E, D]; not scaled by the learning rate or by Adam."""
+    """`Wg <- Wg - rate * dL_orth/dWg` for every trained gate [..., E, D]; not scaled by the learning rate or by Adam.
+
+    As in the loss, `num_groups` is for the text gates: those of the vision experts compare all rows.
+    """
     stepped = dict(values)
     for path, gate in values.items():
         if is_gate(path):
-            stepped[path] = gate - rate * jax.grad(lambda w: orthogonal_loss(w, num_groups).sum())(gate)
+            groups = 1 if path.endswith("vision_router/gate") else num_groups
+            stepped[path] = gate - rate * jax.grad(lambda w, groups=groups: orthogonal_loss(w, groups).sum())(gate)
     return stepped

@@ -97,6 +97,14 @@ def test_orthogonal_steps_make_the_rows_orthogonal_and_touch_nothing_else(groups
     np.testing.assert_array_equal(values["decoder/x/experts/down"], gate)
 
 
+def test_groups_are_for_the_text_gate_alone():
+    gate = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 32)), jnp.float32)
+    text, vision = "decoder/x/router/gate", "decoder/x/vision_router/gate"
+    grouped, whole = (orthogonal_step({text: gate, vision: gate}, 10.0, groups) for groups in (4, 1))
+    np.testing.assert_array_equal(grouped[vision], whole[vision])
+    assert np.abs(grouped[text] - whole[text]).max() > 1e-3
+
+
 def test_gates_are_found_by_path():
     assert is_gate("decoder/segments/1/layers/0/moe/router/gate")
     assert is_gate("decoder/segments/1/layers/0/moe/vision_router/gate")
