@@ -11,6 +11,7 @@ from ernie_jax.config.bounds import at_least
 from ernie_jax.config.compute import ATTENTION, DISPATCH, DTYPES, GROUPED_MATMUL, ComputeConfig, one_of
 from ernie_jax.config.data import DataConfig
 from ernie_jax.config.model import ModelConfig
+from ernie_jax.config.pipeline import PipelineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +250,7 @@ class RunConfig:
     trainable: tuple[str, ...] = ("*",)
     init_from: str | None = None
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     moe: MoETrainConfig = field(default_factory=MoETrainConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -268,6 +270,15 @@ class RunConfig:
             raise ValueError(
                 f"config.batch_size={self.batch_size} cannot be split into config.accumulate={self.accumulate} equal parts "
                 f"(remainder {self.batch_size % self.accumulate}); choose a batch size that is a multiple of {self.accumulate}"
+            )
+        if self.mesh.pipeline == -1 and self.pipeline.microbatches is None:
+            raise ValueError(
+                "config.mesh.pipeline=-1 leaves the number of stages to the devices found; name config.pipeline.microbatches"
+            )
+        if self.batch_size % self.parts:
+            raise ValueError(
+                f"config.batch_size={self.batch_size} cannot be split into {self.parts} equal parts (config.accumulate="
+                f"{self.accumulate} x config.pipeline.microbatches={self.microbatches}); choose a multiple of {self.parts}"
             )
         if self.seq_len > self.model.max_position_embeddings:
             raise ValueError(
@@ -294,6 +305,16 @@ class RunConfig:
             )
         # Raises now, before any work, on what only ComputeConfig checks.
         _ = self.compute
+
+    @property
+    def microbatches(self) -> int:
+        """Parts that pass through the pipeline's stages together."""
+        return self.pipeline.microbatches or self.mesh.pipeline
+
+    @property
+    def parts(self) -> int:
+        """Parts of a step in all, whose gradients are added up."""
+        return self.accumulate * self.microbatches
 
     @property
     def compute(self) -> ComputeConfig:

@@ -38,7 +38,8 @@ def batch_shardings(layout: Layout, *, multimodal: bool) -> dict[str, NamedShard
 def inputs_of(batch: Batch) -> TextInputs:
     """The model's inputs of a batch (trusted: the pipeline checks them)."""
     tokens = batch["input_ids"], batch["segment_ids"], batch["position_ids"]
-    if "pixel_values" not in batch:
+    if "modality_ids" not in batch:
         return TextInputs(*tokens)
-    vision = VisionInputs(*(batch[key] for key in PATCH_KEYS))
+    # Without its patches, the batch's features come from elsewhere.
+    vision = VisionInputs(*(batch[key] for key in PATCH_KEYS)) if "pixel_values" in batch else None
     return MultimodalInputs(*tokens, batch["modality_ids"], vision, batch["feature_ids"])

@@ -102,8 +102,39 @@ class DecoderSegment(nnx.Module):
         self, x: jax.Array, context: Context, caches: tuple[LayerCache, ...] | None, collect: Collect
     ) -> tuple[jax.Array, tuple[LayerCache, ...] | None, list[RouterOutput], list[jax.Array]]:
         """Run all repetitions: (x, caches, router outputs in layer order, hidden states in layer order)."""
+        x, new_caches, routers, hidden = self.run(x, context, caches, collect)
+        repeats, places = range(self.plan.repeats), range(len(self.plan.unit))
+        return (
+            x,
+            new_caches,
+            [jax.tree.map(lambda a, r=r: a[r], routers[i]) for r in repeats for i in places if routers[i] is not None],
+            [states[r] for r in repeats for states in hidden if states is not None],
+        )
+
+    def run(
+        self,
+        x: jax.Array,
+        context: Context,
+        caches: tuple[LayerCache, ...] | None,
+        collect: Collect,
+        count: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...] | None, tuple[RouterOutput | None, ...], tuple[jax.Array | None, ...]]:
+        """Run as many repetitions as the weights have, be it all or those of a pipeline stage.
+
+        Args:
+          x: [B, T, D].
+          context: what layers share.
+          caches: of each layer of the unit, None without.
+          collect: what to keep.
+          count: int32 scalar, run only so many of the repetitions (without caches); None for all.
+
+        Returns:
+          (x, caches, router outputs and hidden states of each layer of the unit, with a leading axis of repetitions; of those
+          that were not run, zeros).
+        """
         graphdef, state = nnx.split(self.layers)
         stacks = [() if layer.moe is None else layer.moe.stacks() for layer in self.layers]
+        repeats = len(jax.tree.leaves(state)[0])
 
         def unit(x: jax.Array, caches: Any, weights: Any, repeat: jax.Array, stacks: Any, context: Context) -> tuple[Any, Any]:
             layers = nnx.merge(graphdef, weights)
@@ -117,19 +148,25 @@ class DecoderSegment(nnx.Module):
                 hidden.append(x if collect.hidden_states else None)
             return (x, None if caches is None else tuple(new_caches)), (tuple(routers), tuple(hidden))
 
-        run = rematerialize(unit, self.remat)
-        (x, new_caches), (routers, hidden) = jax.lax.scan(
-            lambda carry, xs: run(*carry, *xs, stacks, context),
-            (x, caches),
-            (state, jnp.arange(self.plan.repeats, dtype=jnp.int32)),
-        )
-        repeats, places = range(self.plan.repeats), range(len(self.plan.unit))
-        return (
-            x,
-            new_caches,
-            [jax.tree.map(lambda a, r=r: a[r], routers[i]) for r in repeats for i in places if routers[i] is not None],
-            [hidden[i][r] for r in repeats for i in places if hidden[i] is not None],
-        )
+        remade = rematerialize(unit, self.remat)
+
+        def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+            def active() -> tuple[Any, Any]:
+                return remade(*carry, *xs, stacks, context)
+
+            if count is None:
+                return active()
+            kept = jax.eval_shape(active)[1]
+            # All devices of a stage have the same count, so collectives in the layers are met by all they wait for.
+            result: tuple[Any, Any] = jax.lax.cond(
+                xs[1] < count,
+                active,
+                lambda: (carry, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), kept)),
+            )
+            return result
+
+        (x, new_caches), (routers, hidden) = jax.lax.scan(step, (x, caches), (state, jnp.arange(repeats, dtype=jnp.int32)))
+        return x, new_caches, routers, hidden
 
 
 class Decoder(nnx.Module):

@@ -106,9 +106,19 @@ class TextModel(nnx.Module):
             hidden, _, router, _ = self._hidden(inputs, None, Collect())
             return hidden, router
 
-    def _embed(self, inputs: TextInputs) -> jax.Array:
-        """What the decoder starts from, [B, T, D]."""
+    def features(self, inputs: TextInputs) -> jax.Array | None:
+        """What takes the place of token embeddings, computed by devices of all pipeline stages together; None for nothing."""
+        return None
+
+    def embedded(self, inputs: TextInputs, features: jax.Array | None) -> jax.Array:
+        """What the decoder starts from, [B, T, D]: token embeddings, and the given `features` of these inputs."""
         return self.embed(inputs.input_ids)
+
+    def context(self, inputs: TextInputs, cache: KVCache | None = None) -> Context:
+        """What every layer shares; of the model's own it uses no weight."""
+        valid = constrain(inputs.segment_ids != 0, "batch", None)
+        index = None if cache is None else cache.index
+        return Context(self._rope(inputs.position_ids), inputs.mask(cache), valid, index, inputs.modality)
 
     def _rope(self, position_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rotary tables [B, T, d / 2] of the positions."""
@@ -117,13 +127,12 @@ class TextModel(nnx.Module):
     def _hidden(
         self, inputs: TextInputs, cache: KVCache | None, collect: Collect
     ) -> tuple[jax.Array, KVCache | None, tuple[RouterOutput, ...], tuple[jax.Array, ...]]:
-        valid = constrain(inputs.segment_ids != 0, "batch", None)
+        features = self.features(inputs)
         with jax.named_scope("embed"):
-            x = self._embed(inputs)
-        rope = self._rope(inputs.position_ids)
+            x = self.embedded(inputs, features)
         if cache is not None:
             cache = cache.admit(inputs.segment_ids)
-        context = Context(rope, inputs.mask(cache), valid, None if cache is None else cache.index, inputs.modality)
+        context = self.context(inputs, cache)
         embedded = x
         x, cache, router, states = self.decoder(x, context, cache, collect)
         if cache is not None and inputs.position_ids.ndim == 3:

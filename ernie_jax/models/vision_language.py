@@ -142,21 +142,31 @@ class VisionLanguageModel(TextModel):
         rows: jax.Array = on_every_device(on_device, parts[1], vision, self.layout)
         return rows
 
-    def _embed(self, inputs: TextInputs) -> jax.Array:
-        x = super()._embed(inputs)
+    def features(self, inputs: TextInputs) -> jax.Array | None:
+        """Token rows [S, M k, H] of the images and videos, each made where its image was put; None without."""
         if not isinstance(inputs, MultimodalInputs) or inputs.vision is None:
-            return x
-        assert inputs.feature_ids is not None
-        # Each row was made where its image was put; from here on every device of the group has them all.
+            return None
         rows = self.vision_rows(inputs.vision)
         groups = rows.shape[0] if inputs.grouped else 1
-        features = rows.reshape(groups, -1, rows.shape[-1]).astype(x.dtype)
-        features = constrain(features, "batch" if inputs.grouped else None, None, None)
+        rows = rows.reshape(groups, -1, rows.shape[-1]).astype(self.dtypes.compute)
+        # From here on every device of the group has them all.
+        return constrain(rows, "batch" if inputs.grouped else None, None, None)
+
+    def embedded(self, inputs: TextInputs, features: jax.Array | None) -> jax.Array:
+        """Token embeddings with rows of images and videos in their places, [B, T, H]."""
+        x = super().embedded(inputs, None)
+        if features is None:
+            return x
+        assert isinstance(inputs, MultimodalInputs) and inputs.feature_ids is not None
+        groups = features.shape[0]
+        # Whole rows, forward and backward: looking up among tokens that are split between shards, the partitioner fails in a stage.
+        x = constrain(x, "batch", "full_sequence", "activation_embed")
         batch, tokens, width = x.shape
         placed = place_features(
             x.reshape(groups, batch // groups, tokens, width), features, inputs.feature_ids.reshape(groups, batch // groups, tokens)
         )
-        return constrain(placed.reshape(batch, tokens, width), "batch", "sequence", "activation_embed")
+        placed = constrain(placed.reshape(batch, tokens, width), "batch", "full_sequence", "activation_embed")
+        return constrain(placed, "batch", "sequence", "activation_embed")
 
     def _rope(self, position_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         if position_ids.ndim == 2:

@@ -22,8 +22,11 @@ class Embedding(nnx.Module):
 
     def __call__(self, input_ids: jax.Array) -> jax.Array:
         """Integers [B, T] -> vectors [B, T, D] in the compute format."""
-        vectors = jnp.take(self.embedding[...], input_ids, axis=0)
-        return constrain(self.dtypes.cast(vectors), "batch", "sequence", "activation_embed")
+        # Every tensor shard looks all tokens up in its rows, and only the sum is split along the sequence. Left to itself the
+        # partitioner shuffles tokens between shards first, by a permutation that on CPU waits for all devices, other stages' too.
+        vectors = jnp.take(self.embedding[...], constrain(input_ids, "batch", "full_sequence"), axis=0)
+        vectors = constrain(self.dtypes.cast(vectors), "batch", "full_sequence", "activation_embed")
+        return constrain(vectors, "batch", "sequence", "activation_embed")
 
 
 class Head(nnx.Module):

@@ -11,7 +11,6 @@ The reported losses are means over scored tokens either way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -22,7 +21,7 @@ from ernie_jax.models.text import TextModel
 from ernie_jax.moe import RouterStats, load_balance_loss, orthogonal_loss, z_loss
 from ernie_jax.moe.router import Router
 from ernie_jax.objectives.next_token import chunked_cross_entropy
-from ernie_jax.objectives.step_totals import ModalityTotals, StepTotals
+from ernie_jax.objectives.step_totals import StepTotals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +39,18 @@ class RouterLossWeights:
     orthogonal: float = 0.0
     orthogonal_groups: int = 1
     vision: float = 1.0
+
+    def factor(self, modality: int) -> float:
+        """What all coefficients of a modality (0 text, 1 vision) are multiplied with."""
+        return self.vision if modality else 1.0
+
+    def token_loss(self, modality: int, aux: jax.Array | float, z: jax.Array | float) -> jax.Array | float:
+        """What the balance and z losses of a modality add to the total."""
+        return self.factor(modality) * (self.aux * aux + self.z * z)
+
+    def gate_loss(self, orthogonal: jax.Array) -> jax.Array:
+        """What the orthogonal losses [modalities] add to the total."""
+        return self.orthogonal * sum((self.factor(i) * orthogonal[i] for i in range(len(orthogonal))), jnp.zeros((), jnp.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +116,32 @@ def pretraining_loss(
       document_kinds: [B, T] 0 in documents of text alone, 1 in documents with images; None for text alone.
     """
     hidden, routers = model.hidden(inputs)
+    total, losses = head_loss(model, hidden, labels, totals, token_weights, document_kinds)
+    stats = [tuple(router.stats for router in routers)]
+    if totals.vision is not None:
+        stats.append(tuple(router.vision for router in routers if router.vision is not None))
+    sums = []
+    for i, (modality, layers) in enumerate(zip(totals.modalities, stats, strict=True)):
+        top_k = (None,) * len(layers) if modality.top_k is None else modality.top_k
+        each = [token_losses_of(layer, modality.tokens, k) for layer, k in zip(layers, top_k, strict=True)]
+        aux, z = (sum(values, start=jnp.zeros((), jnp.float32)) for values in zip(*each, strict=True)) if each else (0.0, 0.0)
+        total += weights.token_loss(i, aux, z)
+        sums.append((jnp.float32(aux), jnp.float32(z)))
+    aux, z = (jnp.stack(values) for values in zip(*sums, strict=True))
+    orthogonal = gate_losses(model, totals, weights)
+    total += weights.gate_loss(orthogonal)
+    return total, loss_parts(losses, aux, z, orthogonal, tuple(stats))
+
+
+def head_loss(
+    model: TextModel,
+    hidden: jax.Array,
+    labels: jax.Array,
+    totals: StepTotals,
+    token_weights: TokenWeights,
+    document_kinds: jax.Array | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """(cross-entropy to differentiate, (mean loss, mean loss by kind of document) to report) of normed hidden states [B, T, D]."""
     weighted, losses = chunked_cross_entropy(
         hidden,
         model.head_kernel,
@@ -115,46 +152,54 @@ def pretraining_loss(
         weights=token_weights.of(document_kinds),
     )
     denominator = totals.places if token_weights.token_balanced else totals.scored
-    total = weighted / jnp.maximum(denominator, 1.0)
-    stats = [tuple(router.stats for router in routers)]
-    if totals.vision is not None:
-        stats.append(tuple(router.vision for router in routers if router.vision is not None))
-    gates = [_routers(model, vision=i > 0) for i in range(len(stats))]
-    reported = []
-    for i, (of_modality, layers, own_gates) in enumerate(zip(totals.modalities, stats, gates, strict=True)):
-        groups = 1 if i else weights.orthogonal_groups
-        aux, z = _token_losses(layers, of_modality)
-        # Once for each modality that the step has.
-        share = totals.share * (of_modality.tokens > 0)
-        orthogonal = jnp.zeros((), jnp.float32)
+    mean = jnp.sum(losses) / jnp.maximum(totals.scored, 1.0)
+    return weighted / jnp.maximum(denominator, 1.0), (mean, _by_document(losses, document_kinds, totals))
+
+
+def token_losses_of(stats: RouterStats, tokens: jax.Array, top_k: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Balance and z loss of layers of one modality.
+
+    Args:
+      stats: of the tokens at hand, with or without a leading axis of layers.
+      tokens: of this modality in the whole step.
+      top_k: [..., E] choices over the step that frequencies are taken from, None for those of the tokens at hand.
+
+    Returns:
+      Two arrays of the leading axis.
+    """
+    counts, counted = (stats.top_k, stats.tokens[..., None]) if top_k is None else (top_k, tokens)
+    return load_balance_loss(stats.probability, counts, counted, tokens), z_loss(stats.z_square, tokens)
+
+
+def gate_losses(model: TextModel, totals: StepTotals, weights: RouterLossWeights) -> jax.Array:
+    """[modalities] orthogonal losses summed over layers, by the share of the step; of modalities that the step has.
+
+    Where the loss has no coefficient, zeros.
+    """
+    losses = []
+    for i, modality in enumerate(totals.modalities):
+        loss = jnp.zeros((), jnp.float32)
         if weights.orthogonal:
-            orthogonal += sum(jnp.sum(orthogonal_loss(router.gate[...], groups)) for router in own_gates) * share
-        factor = weights.vision if i else 1.0
-        total += factor * (weights.aux * aux + weights.z * z + weights.orthogonal * orthogonal)
-        reported.append(jnp.stack([aux, z, orthogonal]) / max(1, len(layers)))
-    aux, z, orthogonal = jax.lax.stop_gradient(jnp.stack(reported, axis=1))
-    frozen = jax.lax.stop_gradient(tuple(stats))
-    return total, LossParts(
-        jnp.sum(losses) / jnp.maximum(totals.scored, 1.0),
-        _by_document(losses, document_kinds, totals),
-        aux,
-        z,
-        orthogonal,
-        frozen[0],
-        frozen[1] if len(frozen) > 1 else (),
-    )
+            groups = 1 if i else weights.orthogonal_groups
+            share = totals.share * (modality.tokens > 0)
+            loss += sum(jnp.sum(orthogonal_loss(router.gate[...], groups)) for router in _routers(model, vision=i > 0)) * share
+        losses.append(loss)
+    return jnp.stack(losses)
 
 
-def _token_losses(layers: Sequence[RouterStats], totals: ModalityTotals) -> tuple[jax.Array, jax.Array]:
-    """Balance and z loss of one modality, summed over layers."""
-    aux = z = jnp.zeros((), jnp.float32)
-    for i, stats in enumerate(layers):
-        if totals.top_k is None:
-            aux += load_balance_loss(stats.probability, stats.top_k, stats.tokens, totals.tokens)
-        else:
-            aux += load_balance_loss(stats.probability, totals.top_k[i], totals.tokens, totals.tokens)
-        z += z_loss(stats.z_square, totals.tokens)
-    return aux, z
+def loss_parts(
+    losses: tuple[jax.Array, jax.Array],
+    aux: jax.Array,
+    z: jax.Array,
+    orthogonal: jax.Array,
+    stats: tuple[tuple[RouterStats, ...], ...],
+) -> LossParts:
+    """What is reported, of sums over layers [modalities] and the statistics of each modality's layers."""
+    layers = jnp.array([max(1, len(some)) for some in stats], jnp.float32)
+    mean, of_modality = losses
+    aux, z, orthogonal = (jax.lax.stop_gradient(sums / layers) for sums in (aux, z, orthogonal))
+    frozen = jax.lax.stop_gradient(stats)
+    return LossParts(mean, of_modality, aux, z, orthogonal, frozen[0], frozen[1] if len(frozen) > 1 else ())
 
 
 def _routers(model: TextModel, *, vision: bool) -> list[Router]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,14 @@ class StepTotals:
     def modalities(self) -> tuple[ModalityTotals, ...]:
         """Text and, where there is one, vision."""
         return (self.text,) if self.vision is None else (self.text, self.vision)
+
+    def with_choices(self, text: tuple[jax.Array, ...], vision: tuple[jax.Array, ...]) -> StepTotals:
+        """With the choices [E] of each MoE layer over the whole step, by modality."""
+        return replace(
+            self,
+            text=replace(self.text, top_k=text),
+            vision=None if self.vision is None else replace(self.vision, top_k=vision),
+        )
 
     @classmethod
     def of(

@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.sharding.rules import AxisRules, rules_named
+
+logger = logging.getLogger(__name__)
 
 # Which size of a model each logical axis splits: (logical axis, what to call it, how to read it).
 _SPLIT_SIZES = (
@@ -41,9 +45,21 @@ class Layout:
     mesh: Mesh
     rules: AxisRules
 
+    @property
+    def automatic_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which arrays are sharded by the compiler: all, but inside a `shard_map` over some, the others."""
+        manual = _manual_axes()
+        return tuple(axis for axis in self.mesh.axis_names if axis not in manual)
+
+    @property
+    def mesh_in_force(self) -> Mesh | AbstractMesh:
+        """The mesh to name in a sharding or a `shard_map` at this place of a computation."""
+        return jax.sharding.get_abstract_mesh() if _manual_axes() else self.mesh
+
     def axis_size(self, *mesh_axes: str) -> int:
-        """Number of shards over the given mesh axes together."""
-        return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
+        """Number of shards over the given mesh axes together; inside a `shard_map` over one of them, of what it has there."""
+        manual = _manual_axes()
+        return math.prod(self.mesh.shape[axis] for axis in mesh_axes if axis not in manual)
 
     def shards(self, logical: str) -> int:
         """Number of shards of one logical axis."""
@@ -51,16 +67,33 @@ class Layout:
 
     def spec(self, logical: Sequence[str | None], what: str = "an array") -> PartitionSpec:
         """PartitionSpec of an array with these logical axes (see `AxisRules.spec` for the errors)."""
-        return self.rules.spec(logical, what)
+        return self.automatic(self.rules.spec(logical, what))
+
+    def automatic(self, spec: PartitionSpec) -> PartitionSpec:
+        """`spec` without the mesh axes that are not sharded by the compiler at this place."""
+        manual = _manual_axes()
+        if not manual:
+            return spec
+        parts: list[Any] = []
+        for part in spec:
+            axes = () if part is None else (part,) if isinstance(part, str) else part
+            left = tuple(axis for axis in axes if axis not in manual)
+            parts.append(None if not left else left[0] if len(left) == 1 else left)
+        return PartitionSpec(*parts)
 
     def sharding(self, logical: Sequence[str | None], what: str = "an array") -> NamedSharding:
         """NamedSharding of an array with these logical axes."""
-        return NamedSharding(self.mesh, self.spec(logical, what))
+        return NamedSharding(self.mesh_in_force, self.spec(logical, what))
 
     @property
     def replicated(self) -> NamedSharding:
         """The sharding of scalars and of everything held whole on each device."""
         return NamedSharding(self.mesh, PartitionSpec())
+
+
+def _manual_axes() -> tuple[str, ...]:
+    """The mesh axes that a surrounding `shard_map` has taken over."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def make_layout(mesh: Mesh, config: ModelConfig, rules: str | AxisRules = "tp_sp") -> Layout:
@@ -70,14 +103,11 @@ def make_layout(mesh: Mesh, config: ModelConfig, rules: str | AxisRules = "tp_sp
     one of them); this is the only rule that yields.
 
     Raises:
-      ValueError: a pipeline axis above 1, or a size of the model that its mesh axes do not divide, with the numbers.
+      ValueError: a size of the model that its mesh axes do not divide, with the numbers.
     """
     table = rules_named(rules) if isinstance(rules, str) else rules
-    if mesh.shape["pipeline"] != 1:
-        raise ValueError(
-            f"mesh axis pipeline={mesh.shape['pipeline']}: pipeline schedules are not available yet; use pipeline=1 and give the "
-            "devices to data, tensor or expert"
-        )
+    if mesh.shape["pipeline"] > 1:
+        table = _kept_by_stages(table, config.hidden_size, mesh)
     tensor, kv_heads = mesh.shape["tensor"], config.num_key_value_heads
     if "tensor" in table.mesh_axes("kv_heads") and kv_heads < tensor and tensor % kv_heads == 0:
         table = table.replace(table.name, {"kv_heads": (), "activation_kv_heads": ()})
@@ -91,6 +121,25 @@ def make_layout(mesh: Mesh, config: ModelConfig, rules: str | AxisRules = "tp_sp
                 f"choose mesh sizes whose product divides {size}"
             )
     return layout
+
+
+def _kept_by_stages(table: AxisRules, hidden_size: int, mesh: Mesh) -> AxisRules:
+    """Rules under which each stage keeps a part of every matrix.
+
+    A stage runs some layers whole. Which ones is a matter of the schedule, and their number need not divide, so what is kept
+    between steps is split along the model width instead; a step brings the layers together once, and their gradients back.
+    """
+    axes = {name: (*table.mesh_axes(name), "pipeline") for name in ("embed", "expert_embed")}
+    if "pipeline" in table.mesh_axes("embed"):
+        return table
+    if any(hidden_size % math.prod(mesh.shape[axis] for axis in split) for split in axes.values()):
+        logger.warning(
+            "hidden_size=%d is not a multiple of the mesh's %s: every pipeline stage keeps all layers and their optimiser state",
+            hidden_size,
+            " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes["embed"]),
+        )
+        return table
+    return table.replace(table.name, axes)
 
 
 _current: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("ernie_jax_layout", default=None)

@@ -51,7 +51,7 @@ def make_mesh(
     Args:
       data: replicas of the batch (and shards of optimiser or parameters with ZeRO).
       tensor: shards of attention heads, MLP width and vocabulary; also of the sequence between blocks.
-      pipeline: stages; the mesh has the axis, models refuse a size above 1 until schedules exist.
+      pipeline: stages, each with some of the layers.
       expert: shards of the routed experts; outside MoE layers one more data axis.
       devices: the devices to use, all of them by default.
 

@@ -7,7 +7,6 @@ does not depend on A, on the mesh or on how documents are packed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,11 +17,12 @@ from ernie_jax.config.run import RunConfig
 from ernie_jax.models import Batch, TextModel, abstract_model, inputs_of
 from ernie_jax.models.batches import logical_axes_of
 from ernie_jax.moe import RouterBias
-from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, TokenWeights, pretraining_loss
+from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, TokenWeights, head_loss, pretraining_loss
 from ernie_jax.objectives.step_totals import StepTotals
 from ernie_jax.sharding import BATCH_AXES, Layout, constrain, use_layout
 from ernie_jax.train.optimizer import Arrays
-from ernie_jax.train.state import TrainState, gradient_shardings, trained_values, with_values
+from ernie_jax.train.pipeline import PipelinedGradients
+from ernie_jax.train.state import TrainState, all_values, gradient_shardings, trained_values, with_values
 
 
 def check_batch_size(batch_size: int, accumulate: int, layout: Layout) -> None:
@@ -34,8 +34,11 @@ def check_batch_size(batch_size: int, accumulate: int, layout: Layout) -> None:
     shards = layout.axis_size(*BATCH_AXES)
     if batch_size % (accumulate * shards):
         axes = " x ".join(f"{axis}={layout.axis_size(axis)}" for axis in BATCH_AXES)
+        parts = f"accumulate={accumulate} microbatches"
+        if layout.mesh.shape["pipeline"] > 1:
+            parts = f"{accumulate} microbatches (config.accumulate x config.pipeline.microbatches)"
         raise ValueError(
-            f"batch_size={batch_size} cannot be split into accumulate={accumulate} microbatches over {axes} devices; "
+            f"batch_size={batch_size} cannot be split into {parts} over {axes} devices; "
             f"choose a multiple of {accumulate} x {shards} = {accumulate * shards}"
         )
 
@@ -63,11 +66,12 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
     Raises:
       ValueError: a batch size that microbatches and devices do not split.
     """
-    check_batch_size(run.batch_size, run.accumulate, layout)
+    check_batch_size(run.batch_size, run.parts, layout)
     graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)[0]
     shardings = gradient_shardings(run, layout)
     weights, token_weights = loss_weights(run), token_weights_of(run)
-    count_first = run.accumulate > 1 and weights.aux > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0
+    staged = PipelinedGradients.of(run, layout, weights, token_weights) if layout.mesh.shape["pipeline"] > 1 else None
+    count_first = run.parts > 1 and weights.aux > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0
 
     def gradients(state: TrainState, batch: Batch) -> tuple[Arrays, jax.Array, LossParts]:
         def model_of(values: Arrays) -> TextModel:
@@ -84,15 +88,44 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
 
         values = trained_values(run, state.params)
         kinds = batch.get("modality_ids"), batch.get("document_kinds")
-        totals = StepTotals.of(batch["labels"], batch["segment_ids"], *kinds, share=1.0 / run.accumulate)
+        totals = StepTotals.of(batch["labels"], batch["segment_ids"], *kinds, share=1.0 if staged else 1.0 / run.parts)
         with use_layout(layout):
-            parts = split_microbatches(_after(totals, batch), run.accumulate)
+            parts = split_microbatches(_after(totals, batch), run.parts)
+        if staged is not None:
+            fixed = {path: value for path, value in all_values(state).items() if path not in values}
+            result = staged(values, fixed, parts, totals, count_first=count_first)
+            assert result.gradients is not None
+            return _placed(result.gradients, shardings), result.total, result.parts
         if count_first:
             with jax.named_scope("count_choices"):
                 totals = _with_choices(totals, model_of(values), parts)
         return _scan_sum(one, parts)
 
     return gradients
+
+
+def make_losses(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batch], tuple[jax.Array, jax.Array]]:
+    """A function (state, batch) -> (sums of the token losses [kinds], scored tokens [kinds]), for use inside jit, of batches of the
+    size of one part of the accumulation; the kinds of documents are text alone and, of a vision-language model, with images."""
+    weights, token_weights = RouterLossWeights(), TokenWeights()
+    staged = PipelinedGradients.of(run, layout, weights, token_weights) if layout.mesh.shape["pipeline"] > 1 else None
+    graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)[0]
+
+    def losses(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        kinds = batch.get("document_kinds")
+        totals = StepTotals.of(batch["labels"], batch["segment_ids"], batch.get("modality_ids"), kinds)
+        if staged is not None:
+            with use_layout(layout):
+                parts = split_microbatches(_after(totals, batch), run.microbatches)
+            means = staged.forward({}, all_values(state), parts, totals).parts.modality_loss
+        else:
+            model: TextModel = nnx.merge(graphdef, state.params, state.biases)
+            hidden, _ = model.hidden(inputs_of(batch))
+            means = head_loss(model, hidden, batch["labels"], totals, token_weights, kinds)[1][1]
+        scored = jnp.stack([modality.scored for modality in totals.modalities])
+        return means * jnp.maximum(scored, 1.0), scored
+
+    return losses
 
 
 def loss_weights(run: RunConfig) -> RouterLossWeights:
@@ -129,12 +162,7 @@ def _with_choices(totals: StepTotals, model: TextModel, parts: Batch) -> StepTot
         text = tuple(router.stats.top_k for router in routers)
         return text, tuple(router.vision.top_k for router in routers if router.vision is not None)
 
-    text, vision = jax.lax.stop_gradient(_scan_sum(choices, parts))
-    return replace(
-        totals,
-        text=replace(totals.text, top_k=text),
-        vision=None if totals.vision is None else replace(totals.vision, top_k=vision),
-    )
+    return totals.with_choices(*jax.lax.stop_gradient(_scan_sum(choices, parts)))
 
 
 def _placed(grads: Arrays, shardings: dict[str, Any]) -> Arrays:

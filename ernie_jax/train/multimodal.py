@@ -118,7 +118,7 @@ def open_multimodal(run: RunConfig, layout: Layout) -> RunData:
     batches = make_multimodal_pipeline(
         # Where one of the two has no files the other has all the weight.
         sources=[(paths, weight) for paths, weight in weighted if paths],
-        shape=BatchShape(batch_size=run.batch_size, accumulate=run.accumulate, **shared),
+        shape=BatchShape(batch_size=run.batch_size, accumulate=run.parts, **shared),
         seed=run.seed,
         shuffle=data.shuffle,
         prefetch=data.prefetch,
@@ -127,7 +127,7 @@ def open_multimodal(run: RunConfig, layout: Layout) -> RunData:
     if not data.eval_paths:
         return RunData(tokenizer, batches, None, processors)
     # A held-out batch is as large as a microbatch: what fits in training fits here.
-    shape = BatchShape(batch_size=run.batch_size // run.accumulate, **shared)
+    shape = BatchShape(batch_size=run.batch_size // run.accumulate, accumulate=run.microbatches, **shared)
     held_out = heldout_multimodal_batches(paths=list(data.eval_paths), shape=shape, max_batches=run.eval.batches, **options)
     return RunData(tokenizer, batches, held_out, processors)
 

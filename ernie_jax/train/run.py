@@ -16,6 +16,7 @@ from ernie_jax.config.parameters import count_parameters
 from ernie_jax.config.run import RunConfig
 from ernie_jax.data import Tokenizer, unigram_entropy
 from ernie_jax.models import TextModel, batch_shardings
+from ernie_jax.parallel.pipeline import make_timetable, simulate
 from ernie_jax.sharding import Layout
 from ernie_jax.train.data import image_balance, open_data
 from ernie_jax.train.flops import ModelCost, Peak, peak_flops
@@ -27,6 +28,7 @@ from ernie_jax.train.preemption import StopSignal
 from ernie_jax.train.progress import Progress
 from ernie_jax.train.records import Throughput, read_records, rewind_records
 from ernie_jax.train.resume import RunCheckpoints
+from ernie_jax.train.stages import ModelStages
 from ernie_jax.train.start import starting_state
 from ernie_jax.train.state import TrainState, mesh_of, run_layout
 from ernie_jax.train.step import make_eval_step, make_train_step, model_of
@@ -87,7 +89,7 @@ class _Trainer:
     def __init__(self, run: RunConfig, workdir: Path, generate: Generate | None, say: Callable[[str], None]) -> None:
         self.run, self.workdir, self.generate, self.say = run, workdir, generate, say
         self.layout = run_layout(run, mesh_of(run))
-        check_batch_size(run.batch_size, run.accumulate, self.layout)
+        check_batch_size(run.batch_size, run.parts, self.layout)
         self.peak = peak_flops(list(self.layout.mesh.devices.flat))
         say(describe(run, self.layout, self.peak))
         workdir.mkdir(parents=True, exist_ok=True)
@@ -216,8 +218,22 @@ def describe(run: RunConfig, layout: Layout, peak: Peak) -> str:
     lines = {
         "Model": f"{count.total:,} parameters, {count.active:,} active; {model.num_hidden_layers} layers{experts}",
         "Mesh": f"{axes} ({devices}), ZeRO {run.mesh.zero}, rules {layout.rules.name}",
-        "Batch": f"{run.batch_size} rows of {run.seq_len} tokens a step, in {run.accumulate} microbatches, computed in {run.dtype}",
+        "Batch": f"{run.batch_size} rows of {run.seq_len} tokens a step, in {run.parts} microbatches, computed in {run.dtype}",
+        **_pipeline_line(run, layout),
         "Schedule": f"{run.steps} steps, {schedule.kind}, peak {schedule.peak:g}, {schedule.warmup} steps of warm-up",
         "Peak": f"{figure}: {peak.source}",
     }
     return "\n".join(f"{name:9} {text}" for name, text in lines.items())
+
+
+def _pipeline_line(run: RunConfig, layout: Layout) -> dict[str, str]:
+    stages, settings = layout.mesh.shape["pipeline"], run.pipeline
+    if stages == 1:
+        return {}
+    table = make_timetable(settings.schedule, stages=stages, microbatches=run.parts, virtual_stages=settings.virtual_stages)
+    found, plan = simulate(table), ModelStages(run, layout).plan
+    layers = " ".join(str(count) for count in plan.counts)
+    return {
+        "Pipeline": f"{settings.schedule}, {stages} stages x {settings.virtual_stages} with {layers} layer units, "
+        f"{run.parts} microbatches: bubble {found.bubble:.0%}, at most {found.waiting.max()} inputs wait at a stage"
+    }

@@ -75,6 +75,11 @@ def trained_values(run: RunConfig, params: nnx.State) -> Arrays:
     return {path: variables[path].get_value() for path in trained if not (run.moe.freeze_gate and is_gate(path))}
 
 
+def all_values(state: TrainState) -> Arrays:
+    """`path -> array` of all parameters and biases."""
+    return {path: v.get_value() for part in (state.params, state.biases) for path, v in variables_by_path(part).items()}
+
+
 def with_values(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
     """`state` with the variables of these paths holding these values."""
     new: nnx.State = map_variables(lambda path, variable: values.get(path, variable.get_value()), state)

@@ -12,12 +12,11 @@ import optax
 from flax import nnx
 
 from ernie_jax.config.run import RunConfig
-from ernie_jax.models import Batch, TextModel, abstract_model, batch_shardings, inputs_of
+from ernie_jax.models import Batch, TextModel, abstract_model, batch_shardings
 from ernie_jax.moe import RouterBias, RouterStats, balance_rate, gate_cosine, orthogonal_loss, update_bias
-from ernie_jax.objectives import chunked_cross_entropy
 from ernie_jax.objectives.pretraining import LossParts
 from ernie_jax.sharding import Layout, variables_by_path
-from ernie_jax.train.gradients import make_gradients
+from ernie_jax.train.gradients import make_gradients, make_losses
 from ernie_jax.train.moe_layers import from_stacks, moe_stacks, to_stacks
 from ernie_jax.train.optimizer import Arrays, make_adamw, orthogonal_step
 from ernie_jax.train.schedule import Schedule
@@ -88,19 +87,11 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
 def make_eval_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batch], tuple[jax.Array, jax.Array]]:
     """The compiled `(state, batch) -> (sums of the token losses [kinds], scored tokens [kinds])`, with the EMA weights where the
     run keeps them; the kinds of documents are text alone and, of a vision-language model, with images."""
-    graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)[0]
+    losses = make_losses(run, layout)
 
     def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        params = state.params if state.ema is None else with_values(state.params, state.ema)
-        model: TextModel = nnx.merge(graphdef, params, state.biases)
-        hidden, _ = model.hidden(inputs_of(batch))
-        _, losses = chunked_cross_entropy(
-            hidden, model.head_kernel, batch["labels"], model.dtypes, chunk=run.compute.loss_chunk, layout=layout
-        )
-        scored = batch["labels"] >= 0
-        kinds = batch.get("document_kinds")
-        masks = [scored] if kinds is None else [scored & (kinds == 0), scored & (kinds != 0)]
-        return jnp.stack([jnp.sum(losses * m) for m in masks]), jnp.stack([jnp.sum(m, dtype=jnp.float32) for m in masks])
+        averaged = state if state.ema is None else replace(state, params=with_values(state.params, state.ema))
+        return losses(averaged, batch)
 
     batch_in = batch_shardings(layout, multimodal=run.model.vision is not None)
     return jax.jit(evaluate, in_shardings=(state_shardings(run, layout), batch_in), out_shardings=layout.replicated)

@@ -31,7 +31,9 @@ def on_each_device(
     layout: Layout,
     capacity_factor: float | None,
 ) -> jax.Array:
-    """Run `body` under `shard_map` over the whole mesh: tokens over (data, expert), experts over expert, widths over tensor.
+    """Run `body` under `shard_map` over the mesh: tokens over (data, expert), experts over expert, widths over tensor.
+
+    Inside a `shard_map` over some axes, such as a pipeline stage, it is over the other ones.
 
     The token spec is forced here whatever sharding x arrives with: taking it from x could repeat tokens unnoticed. Sizes that
     the mesh does not divide are padded with tokens that go nowhere.
@@ -73,20 +75,21 @@ def on_each_device(
             return jax.lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True)
         return jax.lax.psum(y, "tensor")
 
-    rows = PartitionSpec(BATCH_AXES)
+    rows = layout.automatic(PartitionSpec(BATCH_AXES))
     first, second = layout.spec(("expert", None, None, "expert_mlp")), layout.spec(("expert", "expert_mlp", None))
     single = {4: first, 3: second}
     stacked = {5: PartitionSpec(None, *first), 4: PartitionSpec(None, *second), 0: PartitionSpec()}
     y = jax.shard_map(
         device,
-        mesh=layout.mesh,
+        mesh=layout.mesh_in_force,
+        axis_names=set(layout.automatic_axes),
         in_specs=(
             rows,
             Routing(rows, rows),  # type: ignore[arg-type]
             jax.tree.map(lambda a: single[a.ndim], tuple(weights)),
             jax.tree.map(lambda a: stacked[a.ndim], tuple(stacks)),
         ),
-        out_specs=PartitionSpec(BATCH_AXES, "tensor") if sequence_sharded else rows,
+        out_specs=PartitionSpec(*rows, "tensor") if sequence_sharded else rows,
         # Nested in manual pipeline stages the check fails to lower; tests compare gradients with one device instead.
         check_vma=False,
     )(x, routing, tuple(weights), tuple(stacks))
