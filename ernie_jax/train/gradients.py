@@ -17,7 +17,6 @@ from flax import nnx
 from ernie_jax.config.run import RunConfig
 from ernie_jax.models import Batch, TextModel, abstract_model, inputs_of
 from ernie_jax.models.batches import logical_axes_of
-from ernie_jax.moe import RouterBias
 from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, TokenWeights, pretraining_loss
 from ernie_jax.objectives.step_totals import StepTotals
 from ernie_jax.sharding import BATCH_AXES, Layout, constrain, use_layout
@@ -64,7 +63,7 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
       ValueError: a batch size that microbatches and devices do not split.
     """
     check_batch_size(run.batch_size, run.accumulate, layout)
-    graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)[0]
+    graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, ...)[0]
     shardings = gradient_shardings(run, layout)
     weights, token_weights = loss_weights(run), token_weights_of(run)
     count_first = run.accumulate > 1 and weights.aux > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0

@@ -13,6 +13,10 @@ from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.segments import segments_of
 
 
+# The router of each modality in a MoE layer, and its experts.
+EXPERTS_OF = {"router": "experts", "vision_router": "vision_experts"}
+
+
 @dataclass(frozen=True)
 class MoEStack:
     """One stack of MoE layers: the path under which its variables live, and each repeat's place among the L MoE layers."""
