@@ -20,7 +20,7 @@ def deal(weights: np.ndarray, count: int) -> np.ndarray:
     """The heaviest first, one to each bin in turn: [n] bins.
 
     A bin's thing of one round weighs at most what another bin's weighed the round before, so two bins differ by at most the
-    heaviest thing: the fullest weighs at most the mean and that. Things of equal weight that follow each other go to different bins.
+    heaviest thing: the fullest weighs at most the mean and that. Neighbours of equal weight go to different bins.
     """
     bins = np.empty(len(weights), np.int64)
     bins[np.argsort(-weights, kind="stable")] = np.arange(len(weights)) % count

@@ -1,4 +1,4 @@
-"""Keeping experts, devices and nodes evenly loaded during a run: figures, and moving experts. L MoE layers, E experts, G devices."""
+"""Experts, devices and nodes evenly loaded during a run: figures, and moving experts. L MoE layers, E experts, G devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moving experts between devices: their weights and whatever a run keeps of the same shape. R layers, E experts, G devices, S stages."""
+"""Moving experts between devices, with all that a run keeps of them. L MoE layers, R of a stack, E experts, G devices, S stages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_move(run: RunConfig, layout: Layout) -> Callable[[TrainState, Arrays], 
         }
 
         def moved(path: str, values: jax.Array) -> jax.Array:
-            source = next((source for prefix, source in sources.items() if prefix in path), None)
+            source = next((source for prefix, source in sources.items() if prefix in path and not path.endswith("/place")), None)
             if source is None:
                 return values
             assert values.shape[:2] == source.shape, f"{path} of shape {values.shape} lies under experts of shape {source.shape}"
@@ -55,9 +55,8 @@ def make_move(run: RunConfig, layout: Layout) -> Callable[[TrainState, Arrays], 
             name = path_name(path)
             return value.replace(moved(name, value.get_value())) if isinstance(value, nnx.Variable) else moved(name, value)
 
-        biases = with_values(state.biases, after)
-        state = jax.tree_util.tree_map_with_path(leaf, replace(state, biases=None), is_leaf=lambda v: isinstance(v, nnx.Variable))
-        return replace(state, biases=biases, expert_load=no_load(run))
+        new = jax.tree_util.tree_map_with_path(leaf, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        return replace(new, biases=with_values(state.biases, after), expert_load=no_load(run))
 
     return jax.jit(move, in_shardings=(shardings, layout.replicated), out_shardings=shardings, donate_argnums=0)
 

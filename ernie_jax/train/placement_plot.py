@@ -47,8 +47,9 @@ def _draw_devices(figure: Figure, axes: Any, load: np.ndarray, top: float, title
 
 def _draw_fullest(axes: Any, before: np.ndarray, after: np.ndarray) -> None:
     layers = np.arange(len(before))
-    axes.bar(layers - 0.2, before.max(-1), width=0.4, label=f"before, balance rate {np.mean(1 / before.max(-1)):.3f}")
-    axes.bar(layers + 0.2, after.max(-1), width=0.4, label=f"after, balance rate {np.mean(1 / after.max(-1)):.3f}")
+    rates = [float(np.mean(1 / np.maximum(load.max(-1), 1.0))) for load in (before, after)]
+    axes.bar(layers - 0.2, before.max(-1), width=0.4, label=f"before, balance rate {rates[0]:.3f}")
+    axes.bar(layers + 0.2, after.max(-1), width=0.4, label=f"after, balance rate {rates[1]:.3f}")
     axes.axhline(1.0, color="gray", linestyle="--", linewidth=1)
     axes.set(xlabel="MoE layer", ylabel="load of the fullest device (1 = even share)", title="Fullest device")
     axes.set_xticks(layers)

@@ -42,8 +42,8 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
     `aux`, `z`, `orthogonal` (means over layers, without coefficients), `grad_norm` (before clipping), `lr`, `tokens`,
     `scored_tokens`, `skipped`, `skipped_in_a_row`, and under `router` for each MoE layer `load` [L, E], `entropy`, `dropped`,
     `balance`, `bias_min`, `bias_max`, `bias_std`, `gate_cosine` [L], and where experts are split over G devices `device_load`
-    [L, G], `device_balance` and `node_balance` [L], as the experts stood in this step. Of a vision-language model these are of the text experts,
-    and there are `loss_text` and `loss_multimodal` (cross-entropy a label in documents of text alone, and with images),
+    [L, G], `device_balance` and `node_balance` [L], as the experts stood in this step. Of a vision-language model these are of the
+    text experts, and there are `loss_text`, `loss_multimodal` (cross-entropy a label in documents of text alone, and with images),
     `aux_vision`, `z_vision`, `orthogonal_vision`, `vision_tokens`, `patches`, and `vision_router`.
 
     Raises:
@@ -170,9 +170,7 @@ def _modality_metrics(run: RunConfig, layout: Layout, batch: Batch, state: Train
         metrics |= {f"aux{suffix}": parts.aux[i], f"z{suffix}": parts.z[i]}
         groups = 1 if i else run.moe.orthogonal_groups
         stats = parts.vision_stats if i else parts.stats
-        metrics[f"orthogonal{suffix}"], metrics[_ROUTERS[i]] = _router_metrics(
-            run, layout, _ROUTERS[i], groups, state, stats
-        )
+        metrics[f"orthogonal{suffix}"], metrics[_ROUTERS[i]] = _router_metrics(run, layout, _ROUTERS[i], groups, state, stats)
     if "modality_ids" in batch:
         vision = (batch["modality_ids"] != 0) & (batch["segment_ids"] != 0)
         metrics |= {
@@ -206,8 +204,9 @@ def _router_metrics(
     }
     devices = layout.shards("expert")
     if devices > 1:
-        experts = f"{EXPERTS_OF[name]}/place"
-        places = from_stacks(run.model, experts, by_path) if run.compute.movable_experts else own_places(bias.shape[-1], len(layers))
+        places = own_places(bias.shape[-1], len(layers))
+        if run.compute.movable_experts:
+            places = from_stacks(run.model, f"{EXPERTS_OF[name]}/place", by_path)
         on_device = device_load(stats.load, places, devices)
         on_node = on_device.reshape(len(layers), run.moe.placement_nodes, -1).sum(-1)
         figures |= {"device_load": on_device, "device_balance": balance_rate(on_device), "node_balance": balance_rate(on_node)}
