@@ -84,10 +84,8 @@ class Experts(nnx.Module):
             dtype=self.dtypes.param,
             stack=stack,
         )
-        self.place: ExpertPlace | None = None
-        if compute.movable_experts:
-            axes = ("router_experts",) if stack is None else ("layers", "router_experts")
-            self.place = ExpertPlace(own_places(config.num_experts, stack), axes=axes)
+        axes = ("router_experts",) if stack is None else ("layers", "router_experts")
+        self.place = ExpertPlace(own_places(config.num_experts, stack), axes=axes) if compute.movable_experts else None
 
     def stack(self) -> ExpertStack | None:
         """The weights of a stack of these (with a leading `layers` axis), None where the mesh splits what one expert needs."""
