@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,28 @@ class BalanceHook(Hook):
     """Completes each record with the balance rates' averages over the latest `window` steps, per layer and modality.
 
     To be placed before the hook that writes records.
+
+    Args:
+      window: steps.
+      records: those logged so far, of a run that goes on.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, records: Sequence[Record] = ()) -> None:
         self._window = window
         self._latest: dict[tuple[str, str], deque[list[float]]] = {}
+        for record in records[-window:]:
+            self._take(record)
 
     def at_record(self, record: Record, final: bool) -> None:
         """Take the record in, and add the averages to it."""
-        for router in _MODALITY:
-            section = record.get(router) or {}
-            for name in _RATES.keys() & section.keys():
-                latest = self._latest.setdefault((router, name), deque(maxlen=self._window))
-                latest.append(section[name])
-                section[_RATES[name]] = np.mean(latest, axis=0).tolist()
+        for router, name in self._take(record):
+            record[router][_RATES[name]] = np.mean(self._latest[router, name], axis=0).tolist()
+
+    def _take(self, record: Record) -> list[tuple[str, str]]:
+        found = [(router, name) for router in _MODALITY for name in _RATES if name in (record.get(router) or {})]
+        for router, name in found:
+            self._latest.setdefault((router, name), deque(maxlen=self._window)).append(record[router][name])
+        return found
 
 
 class PlacementHook(Hook):

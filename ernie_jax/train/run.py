@@ -140,7 +140,7 @@ class _Trainer:
     def _hooks(self, checkpoints: RunCheckpoints, show: Progress) -> list[Hook]:
         run = self.run
         cost = ModelCost.of(run.model, run.seq_len)
-        hooks: list[Hook] = [BalanceHook(run.moe.balance_window)]
+        hooks: list[Hook] = [BalanceHook(run.moe.balance_window, read_records(self.workdir / "metrics.jsonl"))]
         hooks.append(LogHook(self.workdir, run.log_every, self.throughput, cost, self.peak, show.show))
         if run.profile.steps:
             hooks.append(ProfileHook(self.workdir / "profile", run.profile.start, run.profile.steps))
