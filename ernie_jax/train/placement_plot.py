@@ -53,4 +53,4 @@ def _draw_fullest(axes: Any, before: np.ndarray, after: np.ndarray) -> None:
     axes.axhline(1.0, color="gray", linestyle="--", linewidth=1)
     axes.set(xlabel="MoE layer", ylabel="load of the fullest device (1 = even share)", title="Fullest device")
     axes.set_xticks(layers)
-    axes.legend()
+    axes.legend(loc="lower center")
