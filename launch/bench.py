@@ -20,6 +20,7 @@ BENCHES = {
     "prefill": "prompts read into a cache: tokens/s, MFU; against transformers",
     "decode": "greedy generation: tokens/s, share of memory bandwidth; against transformers",
     "scaling": "step time against tokens, experts, layers, vocabulary and sequence, with fitted exponents",
+    "placement": "balance of devices and nodes before and after experts are moved, on a skewed, drifting stream",
     "device": "the whole set on one GPU: training, prefill, decoding, grouped matmuls; MFU and share of memory bandwidth",
 }
 

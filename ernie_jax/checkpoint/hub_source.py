@@ -20,6 +20,7 @@ from ernie_jax.checkpoint.safetensors_writer import Entry, format_of
 from ernie_jax.checkpoint.weight_files import WeightFiles
 from ernie_jax.config import config_to_hf
 from ernie_jax.models import TextModel
+from ernie_jax.moe.places import ExpertPlace
 from ernie_jax.sharding import variables_by_path
 
 
@@ -32,9 +33,11 @@ class HubSource:
     """
 
     def __init__(self, model: TextModel, dtype: str | None) -> None:
-        arrays = {path: v.get_value() for path, v in variables_by_path(nnx.state(model)).items()}
+        variables = variables_by_path(nnx.state(model))
+        places = {path: np.asarray(v.get_value()) for path, v in variables.items() if isinstance(v, ExpertPlace)}
+        arrays = {path: v.get_value() for path, v in variables.items() if path not in places}
         self._arrays: dict[str, jax.Array] = arrays
-        self._tensors = hub_tensors(model.config, {path: array.shape for path, array in arrays.items()})
+        self._tensors = hub_tensors(model.config, {path: array.shape for path, array in arrays.items()}, places)
         self._dtype = jnp.dtype(model.embed.embedding.dtype if dtype is None else dtype)
         weights, router = format_of(self._dtype.name), format_of("float32")
         self.entries = [Entry(t.name, router if t.float32 else weights, t.shape) for t in self._tensors.values()]

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ernie_jax.checkpoint.axes import AxisMap
 from ernie_jax.checkpoint.table import NUMBERING, Row, Stack, table_of
 from ernie_jax.config.model import ModelConfig
@@ -51,12 +53,15 @@ class HubTensor:
     blocks: tuple[Block, ...]
 
 
-def hub_tensors(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, HubTensor]:
+def hub_tensors(
+    config: ModelConfig, shapes: Mapping[str, Sequence[int]], places: Mapping[str, np.ndarray] | None = None
+) -> dict[str, HubTensor]:
     """Every tensor of the published checkpoint of a model, by name, in the order of its layers.
 
     Args:
       config: the model.
-      shapes: shape of each of its variables, by path.
+      shapes: shape of each of its variables, by path; without tables of places, which no checkpoint has.
+      places: path of such a table -> [R, E], where experts do not stand in the order of their numbers.
 
     Raises:
       ValueError: a variable without a row.
@@ -71,7 +76,7 @@ def hub_tensors(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> dic
         for row, match in matches:
             axes = AxisMap.parse(row.axes)
             hub_shape = axes.hub_shape(axes.sizes(shape))
-            for block in _expand(row, axes, path, shape, config, match.groupdict()):
+            for block in _expand(row, axes, path, shape, config, match.groupdict(), places or {}):
                 found[block.hub].append((row, block, hub_shape))
     tensors = {
         name: HubTensor(
@@ -95,13 +100,23 @@ def _path_pattern(ours: str) -> re.Pattern[str]:
 
 
 def _expand(
-    row: Row, axes: AxisMap, path: str, shape: Sequence[int], config: ModelConfig, at: Mapping[str, str]
+    row: Row,
+    axes: AxisMap,
+    path: str,
+    shape: Sequence[int],
+    config: ModelConfig,
+    at: Mapping[str, str],
+    places: Mapping[str, np.ndarray],
 ) -> Iterator[Block]:
     stack = Stack(segments_of(config)[int(at["segment"])], int(at["unit"])) if "segment" in at else None
     numbered = [name for name in axes.ours if isinstance(name, str) and f"{{{name}}}" in row.hub]
     sizes = axes.sizes(shape)
-    for places in itertools.product(*(range(sizes[name]) for name in numbered)):
-        chosen = dict(zip(numbered, places, strict=True))
+    table = places.get(f"{path.rpartition('/')[0]}/place")
+    for numbers_of in itertools.product(*(range(sizes[name]) for name in numbered)):
+        chosen = dict(zip(numbered, numbers_of, strict=True))
         numbers = {name: NUMBERING[name](place, config, stack) for name, place in chosen.items()}
+        if table is not None:
+            # The tensor of expert e of this layer lies where the expert stands.
+            chosen |= {name: int(table[chosen["layer"], e]) for name, e in chosen.items() if name.endswith("expert")}
         place = tuple(name if isinstance(name, int) else chosen.get(name) for name in axes.ours)
         yield Block(row.hub.format(**numbers), path, axes, place)

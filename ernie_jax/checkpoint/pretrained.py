@@ -24,6 +24,7 @@ from ernie_jax.checkpoint.weight_files import WeightFiles
 from ernie_jax.config import ComputeConfig, ModelConfig, config_from_hf
 from ernie_jax.config.nearest import did_you_mean
 from ernie_jax.models import TextModel, abstract_model
+from ernie_jax.moe.places import ExpertPlace, own_places
 from ernie_jax.sharding import Layout, make_layout, map_variables, state_shardings, variables_by_path
 from ernie_jax.sharding.rules import AxisRules
 
@@ -139,7 +140,7 @@ def _load(
 ) -> TextModel:
     graphdef, abstract = nnx.split(abstract_model(config, options, layout))
     variables = variables_by_path(abstract)
-    tensors = hub_tensors(config, {path: v.shape for path, v in variables.items()})
+    tensors = hub_tensors(config, {path: v.shape for path, v in variables.items() if not isinstance(v, ExpertPlace)})
     check_fit(str(files.folder), tensors, files.entries)
     blocks: dict[str, list[Block]] = defaultdict(list)
     for tensor in tensors.values():
@@ -152,9 +153,12 @@ def _load(
 
     def load(path: str, variable: nnx.Variable) -> jax.Array:
         nonlocal done
+        where = one_device if layout is None else shardings[path].get_value()
+        if isinstance(variable, ExpertPlace):
+            layers, experts = variable.shape
+            return jax.device_put(own_places(experts, layers), where)
         # Neighbours in a file are read one after the other.
         order = sorted(blocks[path], key=lambda block: files.entries[block.hub].file)
-        where = one_device if layout is None else shardings[path].get_value()
         dtype = np.dtype(variable.dtype)
         array = assemble(
             variable.shape,

@@ -34,6 +34,7 @@ class ComputeConfig:
       capacity_factor: most load of an expert in a row, relative to the mean; None drops nothing.
       router_temperature: divides router scores; 1 is the published model.
       loss_chunk: tokens of a device whose logits exist at once in training.
+      movable_experts: keep a table of where each expert stands among the weights, so that experts can change devices.
     """
 
     dtype: str = "float32"
@@ -47,6 +48,7 @@ class ComputeConfig:
     capacity_factor: float | None = None
     router_temperature: float = 1.0
     loss_chunk: int = 1024
+    movable_experts: bool = False
 
     def __post_init__(self) -> None:
         for field in ("dtype", "param_dtype"):

@@ -67,6 +67,11 @@ class MoETrainConfig:
       freeze_bias: no update of the correction bias.
       balance_scope: `step` takes the load-balance frequencies from the whole optimiser step, exact however the batch is
         accumulated, for an extra forward pass when it is; `microbatch` from each microbatch, as the published recipes.
+      balance_window: averages of balance rates are over this many of the latest steps.
+      placement_every: after each so many steps, move experts between the devices of the `expert` axis by their load since the
+        last time, so that the fullest device has less to do; 0 never.
+      placement_nodes: nodes that the `expert` axis spans, in equal runs of devices; they are balanced first.
+      placement_threshold: move experts of a layer only where the load of its fullest device falls by this share.
     """
 
     dispatch: str = "auto"
@@ -82,6 +87,10 @@ class MoETrainConfig:
     freeze_gate: bool = False
     freeze_bias: bool = False
     balance_scope: str = "step"
+    balance_window: int = 100
+    placement_every: int = 0
+    placement_nodes: int = 1
+    placement_threshold: float = 0.02
 
     def __post_init__(self) -> None:
         one_of("config.moe", "dispatch", self.dispatch, DISPATCH)
@@ -90,7 +99,11 @@ class MoETrainConfig:
         one_of("config.moe", "balance_scope", self.balance_scope, ("step", "microbatch"))
         coefficients = ("aux_loss_coef", "z_loss_coef", "orthogonal_coef", "bias_update_rate")
         at_least("config.moe", 0.0, **{name: getattr(self, name) for name in coefficients})
-        at_least("config.moe", 1, orthogonal_groups=self.orthogonal_groups)
+        at_least("config.moe", 1, orthogonal_groups=self.orthogonal_groups, balance_window=self.balance_window)
+        at_least("config.moe", 0, placement_every=self.placement_every)
+        at_least("config.moe", 1, placement_nodes=self.placement_nodes)
+        if not 0 <= self.placement_threshold < 1:
+            raise ValueError(f"config.moe.placement_threshold={self.placement_threshold}; expected a share in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +316,8 @@ class RunConfig:
             raise ValueError(
                 f"config.moe.orthogonal_groups={self.moe.orthogonal_groups} does not divide the {moe.num_experts} experts"
             )
+        if self.moe.placement_every and moe is None:
+            raise ValueError(f"config.moe.placement_every={self.moe.placement_every}, but the model has no experts; set it to 0")
         # Raises now, before any work, on what only ComputeConfig checks.
         _ = self.compute
 
@@ -328,6 +343,7 @@ class RunConfig:
             grouped_matmul=self.moe.grouped_matmul,
             capacity_factor=self.moe.capacity_factor,
             router_temperature=self.moe.router_temperature,
+            movable_experts=self.moe.placement_every > 0,
         )
 
     def to_dict(self) -> dict[str, Any]:

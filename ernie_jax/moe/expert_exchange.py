@@ -18,6 +18,7 @@ from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.moe.dispatch import ExchangePlan, make_dispatcher, on_each_device, shard_major
 from ernie_jax.moe.experts import Experts, ExpertStack, ExpertWeights
 from ernie_jax.moe.grouped_matmul import grouped_matmul
+from ernie_jax.moe.places import to_places
 from ernie_jax.moe.routing import Routing
 from ernie_jax.nn.activation import gated
 from ernie_jax.sharding import current_layout
@@ -50,7 +51,8 @@ def apply_experts(
     weights = tuple(experts.weights() for experts in sets)
     layout = current_layout()
     num_experts, shards = weights[0].down.shape[0], 1 if layout is None else layout.shards("expert")
-    index = shard_major(routing.expert_index, num_experts, len(sets), shards)
+    index = to_places(routing.expert_index, [None if experts.place is None else experts.place[...] for experts in sets])
+    index = shard_major(index, num_experts, len(sets), shards)
     routing = Routing(index, routing.weights.astype(x.dtype))
     on_device: Callable[..., jax.Array] = functools.partial(_on_device, compute, hidden_act)
     if compute.remat == "none":

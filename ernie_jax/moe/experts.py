@@ -9,6 +9,7 @@ from flax import nnx
 
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import MoEConfig
+from ernie_jax.moe.places import ExpertPlace, own_places
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.parameter import normal, parameter
 from ernie_jax.sharding import current_layout
@@ -52,7 +53,7 @@ class ExpertStack:
 
 
 class Experts(nnx.Module):
-    """E gated MLPs: gate_up [E, D, 2, F] (gate first) and down [E, F, D]."""
+    """E gated MLPs: gate_up [E, D, 2, F] (gate first) and down [E, F, D]; `place` [E] where experts can move, else None."""
 
     def __init__(
         self,
@@ -83,6 +84,8 @@ class Experts(nnx.Module):
             dtype=self.dtypes.param,
             stack=stack,
         )
+        axes = ("router_experts",) if stack is None else ("layers", "router_experts")
+        self.place = ExpertPlace(own_places(config.num_experts, stack), axes=axes) if compute.movable_experts else None
 
     def stack(self) -> ExpertStack | None:
         """The weights of a stack of these (with a leading `layers` axis), None where the mesh splits what one expert needs."""

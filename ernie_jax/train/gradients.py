@@ -16,7 +16,6 @@ from flax import nnx
 from ernie_jax.config.run import RunConfig
 from ernie_jax.models import Batch, TextModel, abstract_model, inputs_of
 from ernie_jax.models.batches import logical_axes_of
-from ernie_jax.moe import RouterBias
 from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, TokenWeights, head_loss, pretraining_loss
 from ernie_jax.objectives.step_totals import StepTotals
 from ernie_jax.sharding import BATCH_AXES, Layout, constrain, use_layout
@@ -67,7 +66,7 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
       ValueError: a batch size that microbatches and devices do not split.
     """
     check_batch_size(run.batch_size, run.parts, layout)
-    graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)[0]
+    graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, ...)[0]
     shardings = gradient_shardings(run, layout)
     weights, token_weights = loss_weights(run), token_weights_of(run)
     staged = PipelinedGradients.of(run, layout, weights, token_weights) if layout.mesh.shape["pipeline"] > 1 else None
@@ -109,7 +108,7 @@ def make_losses(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batch],
     size of one part of the accumulation; the kinds of documents are text alone and, of a vision-language model, with images."""
     weights, token_weights = RouterLossWeights(), TokenWeights()
     staged = PipelinedGradients.of(run, layout, weights, token_weights) if layout.mesh.shape["pipeline"] > 1 else None
-    graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)[0]
+    graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, ...)[0]
 
     def losses(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         kinds = batch.get("document_kinds")

@@ -22,7 +22,7 @@ class Moment:
 
     Attributes:
       step: steps done.
-      state: the state there; the next step consumes it.
+      state: the state there; the next step consumes it. A hook may put one that computes the same in its place.
       batches: the data iterator, positioned behind the last batch used.
       final: whether this is the run's last step.
       stopping: whether the run ends here because it was asked to.
@@ -96,7 +96,7 @@ class LogHook(Hook):
         """Write the record when it is due."""
         self._tokens += record["tokens"]
         self._flops += self._cost.step(record)
-        noted = "eval_loss" in record or "sample" in record
+        noted = any(key in record for key in ("eval_loss", "sample", "placement"))
         if not (final or noted or (self.every and record["step"] % self.every == 0)):
             return
         speed = self._throughput.mark()
@@ -115,7 +115,7 @@ class LogHook(Hook):
         assert self._board is not None
         scalars = {f"train/{key}": value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
         for name, layers in record["router"].items():
-            if name != "load":
+            if name not in ("load", "device_load"):
                 scalars |= {f"router/{name}/layer_{i}": value for i, value in enumerate(layers)}
         for name, value in scalars.items():
             if value is not None:

@@ -59,6 +59,7 @@ class Loop:
             stopping = stop.requested(step)
             moment = Moment(step, state, batches, final=step == self.steps, stopping=stopping, notes=self.note(batch))
             self._at_boundary(moment)
+            state = moment.state
             if pending is not None:
                 self._deliver(*pending)
             pending = moment, metrics

@@ -12,6 +12,9 @@ import numpy as np
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.segments import segments_of
 
+# The router of each modality in a MoE layer, and its experts.
+EXPERTS_OF = {"router": "experts", "vision_router": "vision_experts"}
+
 
 @dataclass(frozen=True)
 class MoEStack:

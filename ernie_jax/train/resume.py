@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 
 from ernie_jax.checkpoint.state import TrainCheckpointer
 from ernie_jax.config.run import RunConfig
 from ernie_jax.data import TrainIterator
-from ernie_jax.sharding import Layout
+from ernie_jax.moe import RouterBias
+from ernie_jax.moe.places import own_places
+from ernie_jax.sharding import Layout, map_variables, variables_by_path
 from ernie_jax.train.hooks import Moment
 from ernie_jax.train.state import TrainState, abstract_state
 
 # Settings that decide which arrays the state has. What decides the data is checked by the data iterator.
-_STRUCTURE = ("model", "trainable", "moe.freeze_gate", "optimizer.ema_decay")
+_STRUCTURE = ("model", "trainable", "moe.freeze_gate", "optimizer.ema_decay", "moe.placement_every")
 
 
 class RunCheckpoints:
@@ -94,8 +98,31 @@ class RunCheckpoints:
                 "each has its own place in the data: resume with as many"
             )
         batches.set_state(places[jax.process_index()])
-        state, _ = self._store.restore(step, abstract_state(self._run, layout))
+        abstract = abstract_state(self._run, layout)
+        if not extra["config"].get("moe", {}).get("placement_every") and self._run.moe.placement_every:
+            state, _ = self._store.restore(step, _unplaced(abstract))
+            return _placed(abstract, state)
+        state, _ = self._store.restore(step, abstract)
         return state
+
+
+def _unplaced(abstract: TrainState) -> TrainState:
+    """The state of a run that does not move experts."""
+    return replace(abstract, biases=nnx.filter_state(abstract.biases, RouterBias), expert_load={})
+
+
+def _placed(abstract: TrainState, state: TrainState) -> TrainState:
+    """A state of such a run as one of a run that does: every expert at its own place, nothing counted yet."""
+    known = variables_by_path(state.biases)
+
+    def value(path: str, variable: nnx.Variable) -> jax.Array:
+        layers, experts = variable.shape
+        return (
+            known[path].get_value() if path in known else jax.device_put(own_places(experts, layers), variable.get_value().sharding)
+        )
+
+    load = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract.expert_load)
+    return replace(state, biases=map_variables(value, abstract.biases), expert_load=load)
 
 
 def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -115,6 +142,9 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _changes_structure(key: str, old: Any, new: Any) -> bool:
     if key == "optimizer.ema_decay":
         return (old is None) != (new is None)
+    if key == "moe.placement_every":
+        # Experts that have been moved stay where they are: their table is needed. A number beyond the last step moves no more.
+        return bool(old) and not new
     return any(key == part or key.startswith(f"{part}.") for part in _STRUCTURE)
 
 

@@ -18,6 +18,7 @@ from ernie_jax.data import Tokenizer, unigram_entropy
 from ernie_jax.models import TextModel, batch_shardings
 from ernie_jax.parallel.pipeline import make_timetable, simulate
 from ernie_jax.sharding import Layout
+from ernie_jax.train.balance import BalanceHook, PlacementHook, check_placement
 from ernie_jax.train.data import image_balance, open_data
 from ernie_jax.train.flops import ModelCost, Peak, peak_flops
 from ernie_jax.train.gradients import check_batch_size
@@ -90,6 +91,7 @@ class _Trainer:
         self.run, self.workdir, self.generate, self.say = run, workdir, generate, say
         self.layout = run_layout(run, mesh_of(run))
         check_batch_size(run.batch_size, run.parts, self.layout)
+        check_placement(run, self.layout)
         self.peak = peak_flops(list(self.layout.mesh.devices.flat))
         say(describe(run, self.layout, self.peak))
         workdir.mkdir(parents=True, exist_ok=True)
@@ -140,9 +142,12 @@ class _Trainer:
     def _hooks(self, checkpoints: RunCheckpoints, show: Progress) -> list[Hook]:
         run = self.run
         cost = ModelCost.of(run.model, run.seq_len)
-        hooks: list[Hook] = [LogHook(self.workdir, run.log_every, self.throughput, cost, self.peak, show.show)]
+        hooks: list[Hook] = [BalanceHook(run.moe.balance_window, read_records(self.workdir / "metrics.jsonl"))]
+        hooks.append(LogHook(self.workdir, run.log_every, self.throughput, cost, self.peak, show.show))
         if run.profile.steps:
             hooks.append(ProfileHook(self.workdir / "profile", run.profile.start, run.profile.steps))
+        if run.moe.placement_every:
+            hooks.append(PlacementHook(run, self.layout, self.workdir / "plots"))
         if self.data.held_out is not None:
             hooks.append(EvalHook(run.eval.every, self._evaluate))
         if run.sample.prompt and self.generate is not None:

@@ -21,7 +21,6 @@ from ernie_jax.config.run import RunConfig
 from ernie_jax.config.segments import segments_of
 from ernie_jax.models import TextModel, abstract_model
 from ernie_jax.models.decoder import DecoderSegment
-from ernie_jax.moe import RouterBias
 from ernie_jax.parallel.pipeline import StagePlan
 from ernie_jax.sharding import Layout, logical_axes, variables_by_path
 from ernie_jax.train.moe_layers import moe_stacks
@@ -70,7 +69,7 @@ class ModelStages:
         self.moe_layers = [layers for segment, layers in places if segment == self.segment]
         self.before = sorted(layer for segment, layers in places if segment < self.segment for layer in layers)
         self.behind = sorted(layer for segment, layers in places if segment > self.segment for layer in layers)
-        self._model: tuple[Any, nnx.State, nnx.State] = tuple(nnx.split(model, nnx.Param, RouterBias))  # type: ignore[assignment]
+        self._model: tuple[Any, nnx.State, nnx.State] = tuple(nnx.split(model, nnx.Param, ...))  # type: ignore[assignment]
         self._chunk: tuple[Any, Any] = nnx.split(model.decoder.segments[self.segment])
         self._axes = {path: logical_axes(v) for state in self._model[1:] for path, v in variables_by_path(state).items()}
 

@@ -10,7 +10,6 @@ from flax import nnx
 
 from ernie_jax.checkpoint import load_pretrained
 from ernie_jax.config.run import RunConfig
-from ernie_jax.moe import RouterBias
 from ernie_jax.sharding import Layout
 from ernie_jax.train.state import TrainState, init_state, new_state, state_shardings
 
@@ -23,12 +22,12 @@ def starting_state(run: RunConfig, layout: Layout) -> TrainState:
     """
     if run.init_from is None:
         return init_state(run, layout)
-    model = load_pretrained(run.init_from, mesh=layout.mesh, rules=layout.rules)
+    model = load_pretrained(run.init_from, mesh=layout.mesh, rules=layout.rules, movable_experts=run.compute.movable_experts)
     found, wanted = (_shape(config) for config in (model.config, run.model))
     differences = [f"{key} is {found[key]!r} there and {wanted[key]!r} here" for key in wanted if found[key] != wanted[key]]
     if differences:
         raise ValueError(f"config.init_from={run.init_from!r} is not of this run's model: {'; '.join(differences)}")
-    states: Any = nnx.split(model, nnx.Param, RouterBias)
+    states: Any = nnx.split(model, nnx.Param, ...)
     # Compiled for the sake of the shardings: moments may lie on other devices than their weights.
     create = jax.jit(lambda p, b: new_state(run, p, b), out_shardings=state_shardings(run, layout), donate_argnums=(0, 1))
     state: TrainState = create(states[1], states[2])

@@ -7,7 +7,7 @@ with ZeRO-3 the layout itself is `fsdp`, so the parameters are too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 from ernie_jax.config.run import RunConfig
 from ernie_jax.config.trainable import trained_paths
 from ernie_jax.models import TextModel, abstract_model, build_model, run_once_options
-from ernie_jax.moe import RouterBias
 from ernie_jax.sharding import Layout, logical_axes, make_layout, make_mesh, map_variables, variables_by_path
 from ernie_jax.sharding import state_shardings as variable_shardings
 from ernie_jax.train.optimizer import Arrays, is_gate, make_adamw
@@ -32,11 +31,14 @@ class TrainState:
     Attributes:
       step: int32, steps taken, each over one batch; a skipped step counts, so data and schedule stay where they would be.
       params: the trained weights, float32.
-      biases: router correction biases, float32; outside the optimiser altogether.
+      biases: router correction biases, float32, and where each expert stands, in a run that moves experts; outside the optimiser
+        altogether.
       opt_state: AdamW's moments of the parameters that are not frozen, by path.
       ema: running average of the trained parameters by path, None without.
       skipped: int32, steps whose loss or gradient was not finite; they changed nothing but the counters.
       skipped_in_a_row: int32, how many of the latest steps those were.
+      expert_load: in a run that moves experts, `router` (and `vision_router`) -> [L, E] float32, tokens of each expert since they
+        were last placed.
     """
 
     step: jax.Array
@@ -46,6 +48,7 @@ class TrainState:
     ema: Arrays | None
     skipped: jax.Array
     skipped_in_a_row: jax.Array
+    expert_load: Arrays = field(default_factory=dict)
 
 
 def mesh_of(run: RunConfig) -> Mesh:
@@ -101,7 +104,17 @@ def new_state(run: RunConfig, params: nnx.State, biases: nnx.State) -> TrainStat
         ema=None if run.optimizer.ema_decay is None else jax.tree.map(jnp.copy, values),
         skipped=zero(),
         skipped_in_a_row=zero(),
+        expert_load=no_load(run),
     )
+
+
+def no_load(run: RunConfig) -> Arrays:
+    """`TrainState.expert_load` before the first step, and after each placement."""
+    moe = run.model.moe
+    if moe is None or not run.moe.placement_every:
+        return {}
+    routers = ("router",) if moe.vision_intermediate_size is None else ("router", "vision_router")
+    return {name: jnp.zeros((run.model.num_moe_layers, moe.num_experts), jnp.float32) for name in routers}
 
 
 def abstract_state(run: RunConfig, layout: Layout) -> TrainState:
@@ -135,8 +148,8 @@ def gradient_shardings(run: RunConfig, layout: Layout) -> dict[str, NamedShardin
 
 
 def _split(model: TextModel) -> tuple[nnx.State, nnx.State]:
-    """(parameters, router biases) of a model."""
-    states: Any = nnx.split(model, nnx.Param, RouterBias)
+    """(parameters, router biases and whatever else is not trained) of a model."""
+    states: Any = nnx.split(model, nnx.Param, ...)
     return states[1], states[2]
 
 
@@ -162,4 +175,5 @@ def _shardings_of(run: RunConfig, layout: Layout, shapes: TrainState) -> TrainSt
         ema=jax.tree_util.tree_map_with_path(follow, shapes.ema),
         skipped=whole,
         skipped_in_a_row=whole,
+        expert_load=jax.tree.map(lambda _: whole, shapes.expert_load),
     )

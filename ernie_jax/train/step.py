@@ -13,11 +13,13 @@ from flax import nnx
 
 from ernie_jax.config.run import RunConfig
 from ernie_jax.models import Batch, TextModel, abstract_model, batch_shardings
-from ernie_jax.moe import RouterBias, RouterStats, balance_rate, gate_cosine, orthogonal_loss, update_bias
+from ernie_jax.moe import RouterStats, balance_rate, gate_cosine, orthogonal_loss, update_bias
+from ernie_jax.moe.balance import device_load
+from ernie_jax.moe.places import own_places
 from ernie_jax.objectives.pretraining import LossParts
 from ernie_jax.sharding import Layout, variables_by_path
 from ernie_jax.train.gradients import make_gradients, make_losses
-from ernie_jax.train.moe_layers import from_stacks, moe_stacks, to_stacks
+from ernie_jax.train.moe_layers import EXPERTS_OF, from_stacks, moe_stacks, to_stacks
 from ernie_jax.train.optimizer import Arrays, make_adamw, orthogonal_step
 from ernie_jax.train.schedule import Schedule
 from ernie_jax.train.state import TrainState, state_shardings, trained_values, with_values
@@ -25,7 +27,7 @@ from ernie_jax.train.state import TrainState, state_shardings, trained_values, w
 Metrics = dict[str, Any]
 
 # The routers of a MoE layer, in the order of the modalities in what is reported.
-_ROUTERS = ("router", "vision_router")
+_ROUTERS = tuple(EXPERTS_OF)
 
 
 def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -38,8 +40,9 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
     Metrics are arrays on the devices, nothing is waited for: `loss` (cross-entropy a token), `total` (with router losses),
     `aux`, `z`, `orthogonal` (means over layers, without coefficients), `grad_norm` (before clipping), `lr`, `tokens`,
     `scored_tokens`, `skipped`, `skipped_in_a_row`, and under `router` for each MoE layer `load` [L, E], `entropy`, `dropped`,
-    `balance`, `bias_min`, `bias_max`, `bias_std`, `gate_cosine` [L]. Of a vision-language model these are of the text experts,
-    and there are `loss_text` and `loss_multimodal` (cross-entropy a label in documents of text alone, and with images),
+    `balance`, `bias_min`, `bias_max`, `bias_std`, `gate_cosine` [L], and where experts are split over G devices `device_load`
+    [L, G], `device_balance` and `node_balance` [L], as the experts stood in this step. Of a vision-language model these are of the
+    text experts, and there are `loss_text`, `loss_multimodal` (cross-entropy a label in documents of text alone, and with images),
     `aux_vision`, `z_vision`, `orthogonal_vision`, `vision_tokens`, `patches`, and `vision_router`.
 
     Raises:
@@ -62,6 +65,7 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
                 (state.biases, state.ema),
             )
             new = replace(state, params=with_values(state.params, values), biases=biases, opt_state=opt_state, ema=ema)
+            new = replace(new, expert_load=_counted(state, parts, finite))
         bad = jnp.int32(~finite)
         new = replace(
             new, step=state.step + 1, skipped=state.skipped + bad, skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1)
@@ -75,7 +79,7 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
             "scored_tokens": jnp.sum(batch["labels"] >= 0, dtype=jnp.float32),
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
-            **_modality_metrics(run, batch, new, parts),
+            **_modality_metrics(run, layout, batch, new, parts),
         }
         return new, metrics
 
@@ -99,7 +103,7 @@ def make_eval_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
 
 def model_of(run: RunConfig, layout: Layout, state: TrainState) -> TextModel:
     """The model with a state's weights (of the EMA where the run keeps one); it shares the state's buffers."""
-    graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, RouterBias)[0]
+    graphdef = nnx.split(abstract_model(run.model, run.compute, layout), nnx.Param, ...)[0]
     params = state.params if state.ema is None else with_values(state.params, state.ema)
     model: TextModel = nnx.merge(graphdef, params, state.biases)
     return model
@@ -134,6 +138,15 @@ def _balanced(run: RunConfig, state: TrainState, parts: LossParts) -> nnx.State:
     return with_values(biases, new)
 
 
+def _counted(state: TrainState, parts: LossParts, finite: jax.Array) -> Arrays:
+    """The load since experts were last placed, with that of this step."""
+    loads = {name: stats for name, stats in zip(_ROUTERS, (parts.stats, parts.vision_stats), strict=True) if stats}
+    return {
+        name: before + jnp.where(finite, jnp.stack([s.load for s in loads[name]]), 0.0) if name in loads else before
+        for name, before in state.expert_load.items()
+    }
+
+
 def _averaged(run: RunConfig, state: TrainState, values: Arrays) -> Arrays | None:
     """`E <- a E + (1 - a) theta` on the float32 weights, after each update."""
     decay = run.optimizer.ema_decay
@@ -142,13 +155,13 @@ def _averaged(run: RunConfig, state: TrainState, values: Arrays) -> Arrays | Non
     return {path: decay * average + (1.0 - decay) * values[path] for path, average in state.ema.items()}
 
 
-def _modality_metrics(run: RunConfig, batch: Batch, state: TrainState, parts: LossParts) -> Metrics:
+def _modality_metrics(run: RunConfig, layout: Layout, batch: Batch, state: TrainState, parts: LossParts) -> Metrics:
     metrics: Metrics = {}
     for i, suffix in zip(range(len(parts.aux)), ("", "_vision"), strict=False):
         metrics |= {f"aux{suffix}": parts.aux[i], f"z{suffix}": parts.z[i]}
         groups = 1 if i else run.moe.orthogonal_groups
         stats = parts.vision_stats if i else parts.stats
-        metrics[f"orthogonal{suffix}"], metrics[_ROUTERS[i]] = _router_metrics(run, _ROUTERS[i], groups, state, stats)
+        metrics[f"orthogonal{suffix}"], metrics[_ROUTERS[i]] = _router_metrics(run, layout, _ROUTERS[i], groups, state, stats)
     if "modality_ids" in batch:
         vision = (batch["modality_ids"] != 0) & (batch["segment_ids"] != 0)
         metrics |= {
@@ -161,7 +174,7 @@ def _modality_metrics(run: RunConfig, batch: Batch, state: TrainState, parts: Lo
 
 
 def _router_metrics(
-    run: RunConfig, name: str, groups: int, state: TrainState, layers: Sequence[RouterStats]
+    run: RunConfig, layout: Layout, name: str, groups: int, state: TrainState, layers: Sequence[RouterStats]
 ) -> tuple[jax.Array, Metrics]:
     """(orthogonal loss, figures by layer) of the routers of one modality."""
     if not layers:
@@ -180,4 +193,12 @@ def _router_metrics(
         "bias_std": bias.std(-1),
         "gate_cosine": gate_cosine(gates),
     }
+    devices = layout.shards("expert")
+    if devices > 1:
+        places = own_places(bias.shape[-1], len(layers))
+        if run.compute.movable_experts:
+            places = from_stacks(run.model, f"{EXPERTS_OF[name]}/place", by_path)
+        on_device = device_load(stats.load, places, devices)
+        on_node = on_device.reshape(len(layers), run.moe.placement_nodes, -1).sum(-1)
+        figures |= {"device_load": on_device, "device_balance": balance_rate(on_device), "node_balance": balance_rate(on_node)}
     return jnp.mean(orthogonal_loss(gates, groups)), figures

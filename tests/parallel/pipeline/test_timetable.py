@@ -1,5 +1,7 @@
 """Schedules against what is known of them, and the slots they need."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -42,7 +44,7 @@ def test_every_piece_of_work_is_done_once_and_after_what_it_needs(name, stages, 
             assert span.start >= by_key[True, k + 1, m].end if k < last else by_key[False, k, m].end
     for stage in range(stages):
         own = sorted((span for span in spans if span.stage == stage), key=lambda span: span.start)
-        assert all(after.start >= before.end for before, after in zip(own, own[1:], strict=False))
+        assert all(after.start >= before.end for before, after in itertools.pairwise(own))
 
 
 def test_inputs_that_wait_grow_with_stages_and_not_with_microbatches():
