@@ -29,8 +29,8 @@ class ComputeConfig:
       attention: kernel; `auto` is cuDNN on GPU in 16 bits, else dense up to `attention_chunk_from` tokens and chunked beyond.
       attention_chunk: tokens of a chunk of the chunked kernel.
       attention_chunk_from: longest sequence that `auto` gives to the dense kernel.
-      remat: what the backward pass computes again (see config/remat.py): `none`, `full`, `attention`, `experts`, `vision`, `offload`,
-        kinds of blocks with what becomes of them (`attention=full,experts=offload`), or the tags of the tensors to keep.
+      remat: what the backward pass computes again (see config/remat.py): `none`, `full`, `attention`, `experts`, `vision`,
+        `offload`, kinds of blocks with what becomes of them (`attention=full,experts=offload`), or the tags of the tensors to keep.
       dispatch: how tokens reach their experts; `auto` is local on one expert shard and all_to_all otherwise.
       grouped_matmul: backend of the experts' products; `auto` picks by platform.
       capacity_factor: most load of an expert in a row, relative to the mean; None drops nothing.

@@ -41,7 +41,7 @@ _STAYS_ON_DEVICE = ("attn_log_sum", "vit_attn_log_sum", "router", "expert_sort")
 
 MODES = ("none", "full", "offload")
 # Policy -> what becomes of each kind; kinds not named are kept.
-POLICIES: Mapping[str, Mapping[str, str]] = {
+POLICIES: dict[str, dict[str, str]] = {
     "none": {},
     "full": dict.fromkeys(KINDS, "full"),
     "attention": {"attention": "full"},

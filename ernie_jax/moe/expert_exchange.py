@@ -23,9 +23,7 @@ from ernie_jax.nn.activation import gated
 from ernie_jax.sharding import current_layout
 
 # What the backward pass of `remat="none"` keeps: the rest is cheaper to compute again than to write and read.
-_KEEP = jax.checkpoint_policies.save_only_these_names(
-    "expert_gate_up", "vision_expert_gate_up", "expert_sort", "expert_received"
-)
+_KEEP = jax.checkpoint_policies.save_only_these_names("expert_gate_up", "vision_expert_gate_up", "expert_sort", "expert_received")
 
 
 def apply_experts(

@@ -35,16 +35,12 @@ class _Saved(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def chunked_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str = "attn"
-) -> jax.Array:
+def chunked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str = "attn") -> jax.Array:
     """See `attend`; tiles are at most `chunk` tokens long and need not divide the sequences."""
     return _forward(q, k, v, mask, chunk, tag)[0]
 
 
-def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str
-) -> tuple[jax.Array, _Saved]:
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str) -> tuple[jax.Array, _Saved]:
     tiles = Tiles.cut(q, k, v, mask, chunk)
     table = tile_table(mask, chunk)
     visits = Visits.of(table)

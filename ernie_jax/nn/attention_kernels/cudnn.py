@@ -11,9 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ernie_jax.nn.attention_kernels.mask import AttentionMask
 
 
-def cudnn_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str = "attn"
-) -> jax.Array:
+def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str = "attn") -> jax.Array:
     """See `attend`; `chunk` is not used.
 
     Raises:

@@ -12,9 +12,7 @@ from ernie_jax.nn.attention_kernels.mask import AttentionMask
 MASKED = -1e30
 
 
-def dense_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str = "attn"
-) -> jax.Array:
+def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str = "attn") -> jax.Array:
     """See `attend`; `chunk` is not used."""
     batch, queries, heads, width = q.shape
     kv_heads = k.shape[2]
