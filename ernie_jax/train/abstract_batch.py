@@ -22,8 +22,8 @@ def abstract_batch(run: RunConfig, layout: Layout) -> dict[str, jax.ShapeDtypeSt
         vision, patches = config.vision, run.data.max_patches
         if patches is None:
             raise ValueError(
-                "config.data.max_patches is not set, so the step has another shape for every size of batch; set it, that one step can be "
-                "compiled (config.remat='auto' needs that)"
+                "config.data.max_patches is not set, so the step has another shape for every size of batch; set it, that one step "
+                "can be compiled (config.remat='auto' needs that)"
             )
         # Microbatches of a batch shard are groups of their own.
         spread = (layout.axis_size(*BATCH_AXES) * run.accumulate, layout.axis_size(*MODEL_AXES))
