@@ -69,7 +69,7 @@ class _Counter:
         flops, uses = self.count(inner, out, length)
         if name == "shard_map":
             # Its shapes are one device's.
-            flops *= math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+            flops *= math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         return flops, uses
 
     def _scan(self, params: dict[str, Any], out: list[bool]) -> tuple[float, list[bool]]:

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from ernie_jax.config.run import DataConfig
-from ernie_jax.testing import tiny_moe, tiny_vl
+from ernie_jax.testing import tiny_dense, tiny_moe, tiny_vl
 from ernie_jax.train import train
 from ernie_jax.train.abstract_batch import abstract_batch
 from ernie_jax.train.imbalance import ImbalanceGuard, load_skew
 from ernie_jax.train.program_flops import program_flops
 from ernie_jax.train.remat_choice import candidates, choose_remat, compile_step, step_bytes, step_flops
 from ernie_jax.train.remat_prediction import StepShape, extra_flops, unit_bytes
-from ernie_jax.train.step import make_train_step
 
 MODEL = tiny_moe(num_experts_per_tok=2, vocab_size=300)
 
@@ -82,7 +81,7 @@ def chosen(run, layout):
 
 
 def test_auto_takes_the_cheapest_that_fits(tiny_run, layout_of):
-    run = tiny_run(model=MODEL, remat="auto", seq_len=128, attention="dense", remat_budget=0.5)
+    run = tiny_run(model=tiny_dense(), remat="auto", seq_len=64, attention="dense", remat_budget=0.5)
     layout = layout_of(run)
     sizes = {p: step_bytes(compile_step(dataclasses.replace(run, remat=p), layout)) for p in ("none", "full")}
     assert sizes["full"] < sizes["none"]
@@ -102,7 +101,7 @@ def test_auto_says_what_it_lacks(tiny_run, layout_of):
     run = tiny_run(model=MODEL, remat="auto")
     with pytest.raises(ValueError, match=r"'cpu' does not tell it; set config\.device_memory_bytes"):
         chosen(run, layout_of(run))
-    data = DataConfig(kind="multimodal", paths=("a",))
+    data = DataConfig(kind="multimodal", paths=("a",), tokenizer="t")
     vision = tiny_run(model=tiny_vl(), remat="auto", device_memory_bytes=10**9, data=data)
     with pytest.raises(ValueError, match=r"config\.data\.max_patches is not set"):
         chosen(vision, layout_of(vision))
@@ -110,7 +109,7 @@ def test_auto_says_what_it_lacks(tiny_run, layout_of):
     with pytest.raises(ValueError, match="backend 'cpu'"):
         chosen(offload, layout_of(run))
     with pytest.raises(ValueError, match="choose_remat"):
-        make_train_step(run, layout_of(run)).lower(None, None)
+        compile_step(run, layout_of(run))
 
 
 def test_skew_is_of_devices_over_all_layers_and_modalities():
@@ -162,7 +161,7 @@ def test_buffers_of_a_capacity_hold_a_skew_below_it(tiny_run, layout_of):
 
 def test_a_batch_without_values_has_the_shapes_of_the_pipeline(tiny_run, layout_of):
     model = tiny_vl()
-    run = tiny_run(model=model, accumulate=2, data=DataConfig(kind="multimodal", paths=("a",), max_patches=64))
+    run = tiny_run(model=model, accumulate=2, data=DataConfig(kind="multimodal", paths=("a",), tokenizer="t", max_patches=64))
     batch = abstract_batch(run, layout_of(run, data=2, tensor=2))
     assert batch["pixel_values"].shape == (4, 2, 64, 12) and batch["patch_pairs"].shape == (4, 2, 16, 2)
     assert batch["position_ids"].shape == (8, 12, 3) and batch["modality_ids"].shape == (8, 12)
