@@ -17,6 +17,7 @@ BENCHES = {
     "moe": "grouped matmuls of the experts against the dense matmul of equal FLOPs",
     "compile": "compile time of a deep training step against a shallow one of the same layers",
     "train": "training step: tokens/s, MFU, memory; against transformers, or on meshes of fake devices",
+    "remat": "bytes kept and FLOPs computed again under each rematerialisation policy, beside the prediction",
     "prefill": "prompts read into a cache: tokens/s, MFU; against transformers",
     "decode": "greedy generation: tokens/s, share of memory bandwidth; against transformers",
     "scaling": "step time against tokens, experts, layers, vocabulary and sequence, with fitted exponents",

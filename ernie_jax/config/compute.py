@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ernie_jax.config.nearest import did_you_mean
+from ernie_jax.config.remat import Remat, remat_plan
 
 DTYPES = ("float32", "bfloat16")
 ATTENTION = ("auto", "dense", "chunked", "cudnn")
@@ -28,7 +29,8 @@ class ComputeConfig:
       attention: kernel; `auto` is cuDNN on GPU in 16 bits, else dense up to `attention_chunk_from` tokens and chunked beyond.
       attention_chunk: tokens of a chunk of the chunked kernel.
       attention_chunk_from: longest sequence that `auto` gives to the dense kernel.
-      remat: `none`, `full`, or the tags of the tensors to keep.
+      remat: what the backward pass computes again (see config/remat.py): `none`, `full`, `attention`, `experts`, `vision`,
+        `offload`, kinds of blocks with what becomes of them (`attention=full,experts=offload`), or the tags of the tensors to keep.
       dispatch: how tokens reach their experts; `auto` is local on one expert shard and all_to_all otherwise.
       grouped_matmul: backend of the experts' products; `auto` picks by platform.
       capacity_factor: most load of an expert in a row, relative to the mean; None drops nothing.
@@ -42,7 +44,7 @@ class ComputeConfig:
     attention: str = "auto"
     attention_chunk: int = 128
     attention_chunk_from: int = 128
-    remat: str | tuple[str, ...] = "none"
+    remat: Remat = "none"
     dispatch: str = "auto"
     grouped_matmul: str = "auto"
     capacity_factor: float | None = None
@@ -56,6 +58,8 @@ class ComputeConfig:
         one_of("ComputeConfig", "attention", self.attention, ATTENTION)
         one_of("ComputeConfig", "dispatch", self.dispatch, DISPATCH)
         one_of("ComputeConfig", "grouped_matmul", self.grouped_matmul, GROUPED_MATMUL)
+        if self.remat != "auto":
+            remat_plan(self.remat)
         for field in ("attention_chunk", "attention_chunk_from", "loss_chunk"):
             if getattr(self, field) < 1:
                 raise ValueError(f"ComputeConfig.{field}={getattr(self, field)}; expected a positive number of tokens")

@@ -247,6 +247,11 @@ class RunConfig:
     `trainable` lists patterns of parameter paths that are trained (`*` for anything, `!` takes away; see `trained_paths`): the
     rest has no gradient and no optimiser state. `init_from` names a Hugging Face checkpoint folder whose weights the run starts
     with, such as the export of the stage before; None starts from random ones.
+
+    `remat` says what the backward pass computes again (see ComputeConfig and config/remat.py). `auto` compiles the step under one
+    policy after another and takes the cheapest that fits `remat_budget` of a device's memory: what the device says it has, or
+    `device_memory_bytes` where that is set. When the fullest device's share of the experts' load is above the mean by more than
+    `remat_on_imbalance` and the step would not fit that budget, experts are recomputed from then on; None never.
     """
 
     model: ModelConfig
@@ -258,6 +263,9 @@ class RunConfig:
     dtype: str = "float32"
     seed: int = 0
     remat: str | tuple[str, ...] = "none"
+    remat_budget: float = 0.85
+    device_memory_bytes: int | None = None
+    remat_on_imbalance: float | None = 0.15
     attention: str = "auto"
     loss_chunk: int = 1024
     trainable: tuple[str, ...] = ("*",)
@@ -279,6 +287,10 @@ class RunConfig:
         at_least("config", 1, **{name: getattr(self, name) for name in counts})
         one_of("config", "dtype", self.dtype, DTYPES)
         one_of("config", "attention", self.attention, ATTENTION)
+        at_least("config", 0.0, remat_on_imbalance=self.remat_on_imbalance)
+        at_least("config", 1, device_memory_bytes=self.device_memory_bytes)
+        if not 0 < self.remat_budget <= 1:
+            raise ValueError(f"config.remat_budget={self.remat_budget}; expected a share of a device's memory, in (0, 1]")
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"config.batch_size={self.batch_size} cannot be split into config.accumulate={self.accumulate} equal parts "

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
+from ernie_jax.config.remat import remat_within
 from ernie_jax.config.segments import Segment, segments_of
 from ernie_jax.moe import MoE, RouterOutput
 from ernie_jax.nn.attention import Attention
@@ -77,7 +80,7 @@ class DecoderLayer(nnx.Module):
         """[B, T, D] -> ([B, T, D], the cache, what the router did or None for a dense layer); `stacks`: experts in place."""
         with jax.named_scope("attention"):
             attended, cache = self.attention(self.input_norm(x), context.rope, context.mask, cache, context.index)
-            x = x + attended
+            x = checkpoint_name(x + attended, "residual")
         normed = self.post_attention_norm(x)
         router = None
         if self.moe is not None:
@@ -87,7 +90,19 @@ class DecoderLayer(nnx.Module):
             assert self.mlp is not None
             with jax.named_scope("mlp"):
                 y = self.mlp(normed)
-        return constrain(x + y, "batch", "sequence", "activation_embed"), cache, router
+        return checkpoint_name(constrain(x + y, "batch", "sequence", "activation_embed"), "residual"), cache, router
+
+
+def kinds_of(unit: Sequence[str], config: ModelConfig) -> tuple[str, ...]:
+    """The kinds of blocks, as rematerialisation tells them apart, in a unit of `dense` and `moe` layers."""
+    kinds = ["attention"]
+    moe = config.moe
+    if "dense" in unit or (moe is not None and moe.num_shared_experts):
+        kinds.append("mlp")
+    if "moe" in unit:
+        assert moe is not None
+        kinds += ["exchange", "experts"] + ["vision_experts"] * (moe.vision_intermediate_size is not None)
+    return tuple(kinds)
 
 
 class DecoderSegment(nnx.Module):
@@ -95,6 +110,8 @@ class DecoderSegment(nnx.Module):
 
     def __init__(self, plan: Segment, config: ModelConfig, compute: ComputeConfig, *, rngs: nnx.Rngs) -> None:
         self.plan = plan
+        # A segment that a policy leaves alone runs as with `none`, its exchange included.
+        compute = replace(compute, remat=remat_within(compute.remat, kinds_of(plan.unit, config)))
         self.remat = compute.remat
         self.layers = nnx.List([DecoderLayer(kind, config, compute, rngs=rngs, stack=plan.repeats) for kind in plan.unit])
 

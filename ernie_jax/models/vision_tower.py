@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import VisionConfig
+from ernie_jax.config.remat import remat_within
 from ernie_jax.nn.activation import ACTIVATION_FUNCTIONS
 from ernie_jax.nn.attention_kernels import AttentionMask, attend, choose_implementation
 from ernie_jax.nn.dtypes import DtypePolicy
@@ -58,8 +59,8 @@ class VisionBlock(nnx.Module):
             chunk_from=self.compute.attention_chunk_from,
             dtype=q.dtype,
         )
-        attended = attend(q, k, v, mask, implementation=implementation, chunk=self.compute.attention_chunk)
-        x = x + self.proj(checkpoint_name(attended, "vit_attn_out").reshape(x.shape))
+        attended = attend(q, k, v, mask, implementation=implementation, chunk=self.compute.attention_chunk, tag="vit_attn")
+        x = checkpoint_name(x + self.proj(attended.reshape(x.shape)), "vit_residual")
         hidden = checkpoint_name(self.fc1(self.norm2(x)), "vit_act")
         return x + self.fc2(ACTIVATION_FUNCTIONS[self.hidden_act](hidden))
 
@@ -69,7 +70,7 @@ class VisionTower(nnx.Module):
 
     def __init__(self, config: VisionConfig, compute: ComputeConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        self.remat = compute.remat
+        self.remat = remat_within(compute.remat, ("vision_block",))
         self.dtypes = DtypePolicy.of(compute)
         patch = config.in_channels * config.patch_size**2
         self.patch_embed = Linear(

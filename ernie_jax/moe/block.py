@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
@@ -132,7 +133,7 @@ class MoE(nnx.Module):
         assert self.vision_router is not None
         text, vision = self.router, self.vision_router
         own = modality[..., None]
-        logits = jnp.where(own, vision.logits(x), text.logits(x))
+        logits = checkpoint_name(jnp.where(own, vision.logits(x), text.logits(x)), "router")
         bias = jnp.where(own, vision.bias[...], text.bias[...])
         routing, probabilities = route(logits, bias, self.k, norm_min=text.norm_min, temperature=text.temperature)
         nowhere = 2 * self.num_experts

@@ -24,7 +24,7 @@ from ernie_jax.nn.activation import gated
 from ernie_jax.sharding import current_layout
 
 # What the backward pass of `remat="none"` keeps: the rest is cheaper to compute again than to write and read.
-_KEEP = jax.checkpoint_policies.save_only_these_names("expert_gate_up", "expert_sort", "expert_received")
+_KEEP = jax.checkpoint_policies.save_only_these_names("expert_gate_up", "vision_expert_gate_up", "expert_sort", "expert_received")
 
 
 def apply_experts(
@@ -86,7 +86,8 @@ def _on_device(
             product = functools.partial(
                 grouped_matmul, group_sizes=own, backend=compute.grouped_matmul, first_row=before, sets=len(sets)
             )
-            part = _gated_products(rows, row_weights, weights, stack, product, hidden_act)
+            tag = "vision_expert" if i else "expert"
+            part = _gated_products(rows, row_weights, weights, stack, product, hidden_act, tag)
             # Rows of another modality are zero in it.
             out = part if out is None else out + part
     assert out is not None
@@ -100,11 +101,12 @@ def _gated_products(
     stack: ExpertStack | None,
     product: Callable[..., jax.Array],
     hidden_act: str,
+    tag: str,
 ) -> jax.Array:
     """rows [R, D] through the gated MLPs of one set -> [R, D], weighted; zero in the rows of another."""
     num_experts, dim, _, width = weights.gate_up.shape
     first, second = (None, None) if stack is None else stack.operands()
     hidden = product(rows, weights.gate_up.reshape(num_experts, dim, 2 * width), stack=first)
-    hidden = checkpoint_name(hidden, "expert_gate_up")
+    hidden = checkpoint_name(hidden, f"{tag}_gate_up")
     hidden = gated(hidden.reshape(-1, 2, width), hidden_act) * row_weights[:, None].astype(hidden.dtype)
-    return product(checkpoint_name(hidden, "expert_act"), weights.down, stack=second)
+    return product(checkpoint_name(hidden, f"{tag}_act"), weights.down, stack=second)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.config.model import MoEConfig
 from ernie_jax.moe.routing import RouterStats, Routing, count_experts
@@ -143,6 +144,6 @@ class Router(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[Routing, jax.Array, jax.Array]:
         """Route x [B, T, D]: (routing, logits [B, T, E], probabilities [B, T, E])."""
-        logits = self.logits(x)
+        logits = checkpoint_name(self.logits(x), "router")
         routing, probabilities = route(logits, self.bias[...], self.k, norm_min=self.norm_min, temperature=self.temperature)
         return routing, logits, probabilities

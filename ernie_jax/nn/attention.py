@@ -77,7 +77,7 @@ class Attention(nnx.Module):
             dtype=q.dtype,
         )
         out = attend(q, k, v, mask, implementation=implementation, chunk=self.compute.attention_chunk)
-        out = checkpoint_name(constrain(out, "batch", "full_sequence", "activation_heads", None), "attn_out")
+        out = constrain(out, "batch", "full_sequence", "activation_heads", None)
         y = project(out, self.dtypes.cast(self.o_proj[...]))
         y = constrain_cotangent(y, "batch", "full_sequence", "activation_embed")
         return constrain(y, "batch", "sequence", "activation_embed"), cache

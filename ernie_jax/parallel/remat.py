@@ -1,8 +1,4 @@
-"""Rematerialisation policies by name, over the `checkpoint_name` tags of the layers.
-
-Tags: `qkv` and `attn_out` (attention), `mlp_gate_up` (dense MLP), `expert_in`, `expert_gate_up`, `expert_act` (routed experts),
-`vit_qkv`, `vit_attn_out`, `vit_act` (blocks of the vision tower).
-"""
+"""Rematerialisation policies over the `checkpoint_name` tags of the layers (the table of `config/remat.py`)."""
 
 from __future__ import annotations
 
@@ -11,37 +7,54 @@ from typing import Any
 
 import jax
 
-TAGS = (
-    "qkv",
-    "attn_out",
-    "mlp_gate_up",
-    "expert_in",
-    "expert_gate_up",
-    "expert_act",
-    "vit_qkv",
-    "vit_attn_out",
-    "vit_act",
-)
+from ernie_jax.config.remat import Remat, RematPlan, remat_plan
+from ernie_jax.sharding import current_layout
+
+# Where host memory is another memory than the device's, and XLA moves tensors between the two. On CPU the memory kind
+# `pinned_host` exists, but nothing is moved (jax 0.10 and 0.12).
+HOST_MEMORY_PLATFORMS = ("gpu", "tpu")
 
 
-def rematerialize(body: Callable[..., Any], policy: str | tuple[str, ...]) -> Callable[..., Any]:
+def rematerialize(body: Callable[..., Any], policy: Remat) -> Callable[..., Any]:
     """`body` with its activations recomputed in the backward pass as the policy says.
 
     Args:
       body: the function of one repetition of a layer stack, run inside `lax.scan`.
-      policy: `none` keeps everything, `full` keeps only the body's inputs, a tuple of tags keeps inputs and those tensors.
+      policy: `none` keeps everything, `full` only the body's inputs; all others inputs and the tensors of their tags.
 
     Raises:
-      ValueError: an unknown policy or tag, with those that exist.
+      ValueError: an unknown policy or tag, with those that exist; offloading on a backend without host memory of its own.
     """
-    if policy == "none":
+    plan = remat_plan(policy)
+    if plan.everything:
         return body
-    if policy == "full":
-        return jax.checkpoint(body, prevent_cse=False)
-    if isinstance(policy, str):
-        raise ValueError(f"unknown remat policy {policy!r}; expected 'none', 'full' or a list of tags from {TAGS}")
-    unknown = [tag for tag in policy if tag not in TAGS]
-    if unknown:
-        raise ValueError(f"remat policy names unknown tags {unknown}; expected tags from {TAGS}")
+    layout = current_layout()
+    check_host_memory(policy, jax.default_backend() if layout is None else layout.mesh.devices.flat[0].platform)
     # Inside a scan the loop itself keeps the two copies of the body apart.
-    return jax.checkpoint(body, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(*policy))
+    return jax.checkpoint(body, prevent_cse=False, policy=checkpoint_policy(plan))
+
+
+def checkpoint_policy(plan: RematPlan) -> Callable[..., Any] | None:
+    """What `jax.checkpoint` is told; None keeps nothing but inputs."""
+    policies = jax.checkpoint_policies
+    if plan.offloaded:
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(plan.saved),
+            names_which_can_be_offloaded=list(plan.offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return policies.save_only_these_names(*plan.saved) if plan.saved else None
+
+
+def check_host_memory(policy: Remat, platform: str) -> None:
+    """Refuses to offload where nothing can be offloaded to.
+
+    Raises:
+      ValueError: with the backend's name.
+    """
+    if remat_plan(policy).offloaded and platform not in HOST_MEMORY_PLATFORMS:
+        raise ValueError(
+            f"remat={policy!r} moves tensors to host memory, which the backend {platform!r} does not have apart from its own "
+            f"(expected one of {', '.join(HOST_MEMORY_PLATFORMS)}); use 'full', or 'attention', 'experts' and 'vision'"
+        )

@@ -23,11 +23,13 @@ from ernie_jax.train.data import image_balance, open_data
 from ernie_jax.train.flops import ModelCost, Peak, peak_flops
 from ernie_jax.train.gradients import check_batch_size
 from ernie_jax.train.hooks import CheckpointHook, EvalHook, Hook, LogHook, ProfileHook, SampleHook
+from ernie_jax.train.imbalance import imbalance_guard
 from ernie_jax.train.loop import Loop
 from ernie_jax.train.plots import plot_run
 from ernie_jax.train.preemption import StopSignal
 from ernie_jax.train.progress import Progress
 from ernie_jax.train.records import Throughput, read_records, rewind_records
+from ernie_jax.train.remat_choice import choose_remat, policy_name
 from ernie_jax.train.resume import RunCheckpoints
 from ernie_jax.train.stages import ModelStages
 from ernie_jax.train.start import starting_state
@@ -88,10 +90,12 @@ class _Trainer:
     """What the phases of one run share."""
 
     def __init__(self, run: RunConfig, workdir: Path, generate: Generate | None, say: Callable[[str], None]) -> None:
-        self.run, self.workdir, self.generate, self.say = run, workdir, generate, say
+        self.workdir, self.generate, self.say = workdir, generate, say
         self.layout = run_layout(run, mesh_of(run))
         check_batch_size(run.batch_size, run.parts, self.layout)
         check_placement(run, self.layout)
+        run, self.compiled = choose_remat(run, self.layout, say)
+        self.run = run
         self.peak = peak_flops(list(self.layout.mesh.devices.flat))
         say(describe(run, self.layout, self.peak))
         workdir.mkdir(parents=True, exist_ok=True)
@@ -121,9 +125,10 @@ class _Trainer:
     def _loop(self, state: TrainState, checkpoints: RunCheckpoints, stop: StopSignal) -> TrainState:
         run = self.run
         show = Progress(run.steps, self.throughput, quiet=jax.process_index() > 0)
-        hooks = self._hooks(checkpoints, show)
+        guard = imbalance_guard(run, self.layout, self.compiled, self.say)
+        hooks = [*([] if guard is None else [guard]), *self._hooks(checkpoints, show)]
         loop = Loop(
-            step_fn=make_train_step(run, self.layout),
+            step_fn=guard or self.compiled or make_train_step(run, self.layout),
             place=self._place,
             hooks=hooks,
             steps=run.steps,
@@ -225,6 +230,7 @@ def describe(run: RunConfig, layout: Layout, peak: Peak) -> str:
         "Mesh": f"{axes} ({devices}), ZeRO {run.mesh.zero}, rules {layout.rules.name}",
         "Batch": f"{run.batch_size} rows of {run.seq_len} tokens a step, in {run.parts} microbatches, computed in {run.dtype}",
         **_pipeline_line(run, layout),
+        "Remat": policy_name(run.remat),
         "Schedule": f"{run.steps} steps, {schedule.kind}, peak {schedule.peak:g}, {schedule.warmup} steps of warm-up",
         "Peak": f"{figure}: {peak.source}",
     }

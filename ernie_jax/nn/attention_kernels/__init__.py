@@ -14,7 +14,7 @@ from ernie_jax.nn.attention_kernels.dense import dense_attention
 from ernie_jax.nn.attention_kernels.mask import AttentionMask
 from ernie_jax.nn.attention_kernels.tiles import tile_table
 
-ATTENTION_KERNELS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, AttentionMask, int], jax.Array]] = {
+ATTENTION_KERNELS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, AttentionMask, int, str], jax.Array]] = {
     "dense": dense_attention,
     "chunked": chunked_attention,
     "cudnn": cudnn_attention,
@@ -22,7 +22,14 @@ ATTENTION_KERNELS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, Attentio
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, *, implementation: str = "dense", chunk: int = 1024
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: AttentionMask,
+    *,
+    implementation: str = "dense",
+    chunk: int = 1024,
+    tag: str = "attn",
 ) -> jax.Array:
     """Grouped-query attention: softmax(q k^T / sqrt(d)) v over the pairs the mask allows.
 
@@ -34,6 +41,8 @@ def attend(
       mask: over the T queries and S keys.
       implementation: a key of ATTENTION_KERNELS.
       chunk: most tokens of a tile of the chunked kernel.
+      tag: what the tensors that a backward pass needs are called for rematerialisation: `<tag>_out`, and of the chunked kernel
+        `<tag>_log_sum`.
 
     Returns:
       [B, T, hq, d] in q's dtype; exactly zero for a query that sees nothing.
@@ -46,7 +55,7 @@ def attend(
     _check_shapes(q, k, v, mask)
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1 token, got {chunk}")
-    return ATTENTION_KERNELS[implementation](q, k, v, mask, chunk)
+    return ATTENTION_KERNELS[implementation](q, k, v, mask, chunk, tag)
 
 
 def choose_implementation(name: str, *, query_length: int, backend: str, chunk_from: int, dtype: DTypeLike) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.nn.attention_kernels.dense import MASKED
 from ernie_jax.nn.attention_kernels.mask import AttentionMask
@@ -33,13 +34,13 @@ class _Saved(NamedTuple):
     table: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def chunked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def chunked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str = "attn") -> jax.Array:
     """See `attend`; tiles are at most `chunk` tokens long and need not divide the sequences."""
-    return _forward(q, k, v, mask, chunk)[0]
+    return _forward(q, k, v, mask, chunk, tag)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int) -> tuple[jax.Array, _Saved]:
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str) -> tuple[jax.Array, _Saved]:
     tiles = Tiles.cut(q, k, v, mask, chunk)
     table = tile_table(mask, chunk)
     visits = Visits.of(table)
@@ -70,11 +71,13 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chun
         return (out / total[..., None]).astype(q.dtype), jnp.where(some, top + jnp.log(total), 0.0)
 
     out_tiles, log_sum = jax.lax.map(query_tile, jnp.arange(tiles.q.shape[0]))
-    out = join_heads(out_tiles, q.shape[1]).reshape(q.shape)
+    # Named here, where the backward's own copies are: kept under these names, they spare it this pass.
+    out = checkpoint_name(join_heads(out_tiles, q.shape[1]).reshape(q.shape), f"{tag}_out")
+    log_sum = checkpoint_name(log_sum, f"{tag}_log_sum")
     return out, _Saved(q, k, v, mask, out, log_sum, table)
 
 
-def _backward(chunk: int, saved: _Saved, ct: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _backward(chunk: int, tag: str, saved: _Saved, ct: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, mask, out, log_sum, table = saved
     tiles = Tiles.cut(q, k, v, mask, chunk)
     visits = Visits.of(table.T)

@@ -6,11 +6,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.nn.attention_kernels.mask import AttentionMask
 
 
-def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int) -> jax.Array:
+def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str = "attn") -> jax.Array:
     """See `attend`; `chunk` is not used.
 
     Raises:
@@ -25,7 +26,8 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
             f"attention='cudnn' works in bfloat16 or float16, got q {q.dtype}, k {k.dtype}, v {v.dtype}; "
             "compute in bfloat16, or use 'chunked' or 'dense' in float32"
         )
-    return library_attention(q, k, v, mask, "cudnn")
+    # The kernel's own statistics have no tag: under a policy that recomputes anything in the layer, it runs forward twice.
+    return checkpoint_name(library_attention(q, k, v, mask, "cudnn"), f"{tag}_out")
 
 
 def library_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.nn.attention_kernels.mask import AttentionMask
 
@@ -11,7 +12,7 @@ from ernie_jax.nn.attention_kernels.mask import AttentionMask
 MASKED = -1e30
 
 
-def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int) -> jax.Array:
+def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, chunk: int, tag: str = "attn") -> jax.Array:
     """See `attend`; `chunk` is not used."""
     batch, queries, heads, width = q.shape
     kv_heads = k.shape[2]
@@ -22,4 +23,4 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMas
     # A query that sees nothing would average over everything.
     probabilities = jnp.where(seen.any(-1)[:, None, None, :, None], probabilities, 0.0)
     out = jnp.einsum("bkgts,bskd->btkgd", probabilities.astype(q.dtype), v)
-    return out.reshape(batch, queries, heads, width).astype(q.dtype)
+    return checkpoint_name(out.reshape(batch, queries, heads, width).astype(q.dtype), f"{tag}_out")
