@@ -216,7 +216,7 @@ def describe(run: RunConfig, layout: Layout, peak: Peak) -> str:
     lines = {
         "Model": f"{count.total:,} parameters, {count.active:,} active; {model.num_hidden_layers} layers{experts}",
         "Mesh": f"{axes} ({devices}), ZeRO {run.mesh.zero}, rules {layout.rules.name}",
-        "Batch": f"{run.batch_size} rows of {run.seq_len} tokens a step, in {run.accumulate} microbatches, computed in {run.dtype}",
+        "Batch": f"{run.batch_size} rows of {run.seq_len} tokens a step, in {run.accumulate} microbatches, computed in {run.computed_in}",
         "Schedule": f"{run.steps} steps, {schedule.kind}, peak {schedule.peak:g}, {schedule.warmup} steps of warm-up",
         "Peak": f"{figure}: {peak.source}",
     }
