@@ -91,6 +91,12 @@ class QuantizedExperts:
             )
         )
 
+    @property
+    def index(self) -> jax.Array:
+        """The layer, inside the scan."""
+        assert self.layer is not None
+        return self.layer
+
     def at(self, layer: jax.Array) -> QuantizedExperts:
         """The same weights for another layer."""
         return replace(self, layer=layer)

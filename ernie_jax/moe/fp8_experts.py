@@ -74,8 +74,8 @@ class Fp8Experts:
             return self.products.weights_product(x.dequantize(cotangent.dtype), cotangent, groups)
         formats = E4M3, FP8_DTYPES[self.config.gradient_format]
         factors = (x.dequantize(), cotangent)
-        by_tokens = [requantized_by_tokens(a, groups.sizes, groups.first, f) for a, f in zip(factors, formats, strict=True)]
-        return self.products.weights_product(*by_tokens, groups)
+        x_tiles, dy_tiles = (requantized_by_tokens(a, groups.sizes, groups.first, f) for a, f in zip(factors, formats, strict=True))
+        return self.products.weights_product(x_tiles, dy_tiles, groups)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -90,10 +90,10 @@ def _forward(
 ) -> tuple[tuple[Array, Fp8Counts], Any]:
     num_rows, dtype, product = rows.shape[0], rows.dtype, static.products.rows_product
     x = static._operand(rows)
-    hidden = product(x, kept.gate_up, kept.layer, groups, 0, dtype).reshape(num_rows, 2, -1)
+    hidden = product(x, kept.gate_up, kept.index, groups, 0, dtype).reshape(num_rows, 2, -1)
     acted = static._weighted(hidden, row_weights)
     a = static._operand(acted)
-    out = product(a, kept.down, kept.layer, groups, 0, dtype)
+    out = product(a, kept.down, kept.index, groups, 0, dtype)
     own = groups.mask(num_rows)
     counts = jax.tree.map(lambda *two: jnp.stack(two), count_losses(rows, x, own), count_losses(acted, a, own))
     x, hidden_kept = checkpoint_name(x, "expert_in"), checkpoint_name(static._operand(hidden), "expert_gate_up")
@@ -106,20 +106,15 @@ def _backward(static: Fp8Experts, saved: Any, cotangents: tuple[Array, Any]) -> 
     num_rows, dtype, product = d_out.shape[0], d_out.dtype, static.products.rows_product
     hidden = hidden_kept.dequantize()
     acted, through_act = jax.vjp(static._weighted, hidden, row_weights)
-    d_acted = product(static._gradient(d_out), kept.down, kept.layer, groups, 1, dtype)
+    d_acted = product(static._gradient(d_out), kept.down, kept.index, groups, 1, dtype)
     d_hidden, d_row_weights = through_act(d_acted.astype(acted.dtype))
     d_hidden = d_hidden.astype(dtype)
-    d_rows = product(static._gradient(d_hidden), kept.gate_up, kept.layer, groups, 1, dtype)
+    d_rows = product(static._gradient(d_hidden), kept.gate_up, kept.index, groups, 1, dtype)
     d_gate_up = static._weight_gradient(x, d_hidden.reshape(num_rows, -1), groups)
     d_down = static._weight_gradient(static._operand(acted), d_out, groups)
     d_gate_up = d_gate_up.reshape(*d_gate_up.shape[:2], 2, -1)
-    return (
-        d_rows,
-        d_row_weights,
-        ExpertWeights(d_gate_up.astype(dtype), d_down.astype(dtype)),
-        None,
-        jax.tree.map(no_gradient, groups),
-    )
+    d_weights = ExpertWeights(d_gate_up.astype(dtype), d_down.astype(dtype))
+    return d_rows, d_row_weights, d_weights, None, jax.tree.map(no_gradient, groups)
 
 
 _experts.defvjp(_forward, _backward)

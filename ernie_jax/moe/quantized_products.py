@@ -62,10 +62,10 @@ class GroupedProducts:
         """
         announce_emulation()
         if resolve_backend(self.backend) == "blocks":
-            return quantized_block_product(
-                rows, kept, layer, Groups(groups.sizes.astype(jnp.int32), groups.first), side, self.sets, dtype
-            )
-        own = Quantized(*(jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False) for a in (kept.values, kept.scales)), kept.tile)
+            blocks = Groups(groups.sizes.astype(jnp.int32), groups.first)
+            return quantized_block_product(rows, kept, layer, blocks, side, self.sets, dtype)
+        values, scales = (jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False) for a in (kept.values, kept.scales))
+        own = Quantized(values, scales, kept.tile)
         weights = own.dequantize().reshape(*own.values.shape[:2], -1)
         x = rows.dequantize().reshape(rows.values.shape[0], -1)
         with jax.default_matmul_precision("highest"):

@@ -33,7 +33,7 @@ def quantized_block_product(
 
     def group(expert: Array, start: Array, size: Array, out: Array) -> Array:
         def of_group(x: Array) -> Array:
-            origin = (layer, expert, *(0,) * (x.ndim - 2))
+            origin: list[Array | int] = [layer, expert, *[0] * (x.ndim - 2)]
             return jax.lax.dynamic_slice(x, origin, (1, 1, *x.shape[2:])).reshape(x.shape[2:])
 
         values = blocks.as_floats(of_group(kept_bits), kept.values.dtype)
