@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from ernie_jax.config.run import RunConfig
 from ernie_jax.data import TrainIterator
 from ernie_jax.sharding import Layout
 from ernie_jax.train.hooks import Moment
+from ernie_jax.train.loss_scale import LossScale
 from ernie_jax.train.state import TrainState, abstract_state
 
 # Settings that decide which arrays the state has. What decides the data is checked by the data iterator.
@@ -94,8 +96,16 @@ class RunCheckpoints:
                 "each has its own place in the data: resume with as many"
             )
         batches.set_state(places[jax.process_index()])
-        state, _ = self._store.restore(step, abstract_state(self._run, layout))
-        return state
+        return self._restored(step, layout, had_scale=extra["config"]["optimizer"].get("loss_scale") is not None)
+
+    def _restored(self, step: int, layout: Layout, *, had_scale: bool) -> TrainState:
+        """The state of a step; a loss scale begins at the configured start where the checkpoint has none, as older ones have not."""
+        wanted = abstract_state(self._run, layout)
+        if had_scale == (wanted.loss_scale is not None):
+            state, _ = self._store.restore(step, wanted)
+            return state
+        state, _ = self._store.restore(step, replace(wanted, loss_scale=None), partial=had_scale)
+        return replace(state, loss_scale=jax.device_put(LossScale.initial(self._run.optimizer), layout.replicated))
 
 
 def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -21,6 +21,7 @@ from ernie_jax.models import TextModel, abstract_model, build_model, run_once_op
 from ernie_jax.moe import RouterBias
 from ernie_jax.sharding import Layout, logical_axes, make_layout, make_mesh, map_variables, variables_by_path
 from ernie_jax.sharding import state_shardings as variable_shardings
+from ernie_jax.train.loss_scale import LossScale
 from ernie_jax.train.optimizer import Arrays, is_gate, make_adamw
 
 
@@ -37,6 +38,7 @@ class TrainState:
       ema: running average of the trained parameters by path, None without.
       skipped: int32, steps whose loss or gradient was not finite; they changed nothing but the counters.
       skipped_in_a_row: int32, how many of the latest steps those were.
+      loss_scale: the factor on the loss, None without.
     """
 
     step: jax.Array
@@ -46,6 +48,7 @@ class TrainState:
     ema: Arrays | None
     skipped: jax.Array
     skipped_in_a_row: jax.Array
+    loss_scale: LossScale | None = None
 
 
 def mesh_of(run: RunConfig) -> Mesh:
@@ -96,6 +99,7 @@ def new_state(run: RunConfig, params: nnx.State, biases: nnx.State) -> TrainStat
         ema=None if run.optimizer.ema_decay is None else jax.tree.map(jnp.copy, values),
         skipped=zero(),
         skipped_in_a_row=zero(),
+        loss_scale=LossScale.initial(run.optimizer),
     )
 
 
@@ -157,4 +161,5 @@ def _shardings_of(run: RunConfig, layout: Layout, shapes: TrainState) -> TrainSt
         ema=jax.tree_util.tree_map_with_path(follow, shapes.ema),
         skipped=whole,
         skipped_in_a_row=whole,
+        loss_scale=jax.tree.map(lambda _: whole, shapes.loss_scale),
     )

@@ -13,7 +13,7 @@ from flax import nnx
 
 from ernie_jax.config.run import RunConfig
 from ernie_jax.models import Batch, TextModel, abstract_model, batch_shardings, inputs_of
-from ernie_jax.moe import RouterBias, RouterStats, balance_rate, gate_cosine, orthogonal_loss, update_bias
+from ernie_jax.moe import FP8_OPERANDS, RouterBias, RouterStats, balance_rate, gate_cosine, orthogonal_loss, update_bias
 from ernie_jax.objectives import chunked_cross_entropy
 from ernie_jax.objectives.pretraining import LossParts
 from ernie_jax.sharding import Layout, variables_by_path
@@ -39,7 +39,9 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
     Metrics are arrays on the devices, nothing is waited for: `loss` (cross-entropy a token), `total` (with router losses),
     `aux`, `z`, `orthogonal` (means over layers, without coefficients), `grad_norm` (before clipping), `lr`, `tokens`,
     `scored_tokens`, `skipped`, `skipped_in_a_row`, and under `router` for each MoE layer `load` [L, E], `entropy`, `dropped`,
-    `balance`, `bias_min`, `bias_max`, `bias_std`, `gate_cosine` [L]. Of a vision-language model these are of the text experts,
+    `balance`, `bias_min`, `bias_max`, `bias_std`, `gate_cosine` [L]; with FP8 also
+    `fp8_overflow_gate_up`, `fp8_overflow_down`, `fp8_underflow_gate_up`, `fp8_underflow_down` [L]: the share of the numbers of that
+    product's input that saturated, and of those other than zero that became zero. With a loss scale `loss_scale`, as the step had it. Of a vision-language model these are of the text experts,
     and there are `loss_text` and `loss_multimodal` (cross-entropy a label in documents of text alone, and with images),
     `aux_vision`, `z_vision`, `orthogonal_vision`, `vision_tokens`, `patches`, and `vision_router`.
 
@@ -67,6 +69,8 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
         new = replace(
             new, step=state.step + 1, skipped=state.skipped + bad, skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1)
         )
+        if state.loss_scale is not None:
+            new = replace(new, loss_scale=state.loss_scale.after(finite, run.optimizer.loss_scale_growth))
         metrics = {
             "loss": parts.loss,
             "total": total,
@@ -76,6 +80,8 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
             "scored_tokens": jnp.sum(batch["labels"] >= 0, dtype=jnp.float32),
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
+            # The one this step was taken with.
+            **({} if state.loss_scale is None else {"loss_scale": state.loss_scale.scale}),
             **_modality_metrics(run, batch, new, parts),
         }
         return new, metrics
@@ -189,4 +195,7 @@ def _router_metrics(
         "bias_std": bias.std(-1),
         "gate_cosine": gate_cosine(gates),
     }
+    if stats.fp8 is not None:
+        for name, shares in (("overflow", stats.fp8.overflow), ("underflow", stats.fp8.underflow)):
+            figures |= {f"fp8_{name}_{operand}": share for operand, share in zip(FP8_OPERANDS, shares.T, strict=True)}
     return jnp.mean(orthogonal_loss(gates, groups)), figures
