@@ -99,7 +99,7 @@ class RunCheckpoints:
         return self._restored(step, layout, had_scale=extra["config"]["optimizer"].get("loss_scale") is not None)
 
     def _restored(self, step: int, layout: Layout, *, had_scale: bool) -> TrainState:
-        """The state of a step; a loss scale begins at the configured start where the checkpoint has none, as older ones have not."""
+        """The state of a step; a loss scale begins at the configured start where the checkpoint, as all older ones, has none."""
         wanted = abstract_state(self._run, layout)
         if had_scale == (wanted.loss_scale is not None):
             state, _ = self._store.restore(step, wanted)

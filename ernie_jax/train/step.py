@@ -39,9 +39,10 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
     Metrics are arrays on the devices, nothing is waited for: `loss` (cross-entropy a token), `total` (with router losses),
     `aux`, `z`, `orthogonal` (means over layers, without coefficients), `grad_norm` (before clipping), `lr`, `tokens`,
     `scored_tokens`, `skipped`, `skipped_in_a_row`, and under `router` for each MoE layer `load` [L, E], `entropy`, `dropped`,
-    `balance`, `bias_min`, `bias_max`, `bias_std`, `gate_cosine` [L]; with FP8 also
-    `fp8_overflow_gate_up`, `fp8_overflow_down`, `fp8_underflow_gate_up`, `fp8_underflow_down` [L]: the share of the numbers of that
-    product's input that saturated, and of those other than zero that became zero. With a loss scale `loss_scale`, as the step had it. Of a vision-language model these are of the text experts,
+    `balance`, `bias_min`, `bias_max`, `bias_std`, `gate_cosine` [L]; with FP8 also `fp8_overflow_gate_up`, `fp8_overflow_down`,
+    `fp8_underflow_gate_up`, `fp8_underflow_down` [L]: the share of the numbers of that product's input that saturated, and of
+    those other than zero that became zero. With a loss scale there is `loss_scale`, as the step had it. Of a vision-language
+    model the router figures are of the text experts,
     and there are `loss_text` and `loss_multimodal` (cross-entropy a label in documents of text alone, and with images),
     `aux_vision`, `z_vision`, `orthogonal_vision`, `vision_tokens`, `patches`, and `vision_router`.
 
