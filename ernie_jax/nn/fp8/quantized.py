@@ -97,7 +97,8 @@ def requantized_by_tokens(x: jax.Array, group_sizes: jax.Array, first_row: jax.A
 
 def tile_scales(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The scale of tiles with these largest magnitudes, float32; 1 for tiles of zeros, NaN for NaN, infinite for infinite."""
-    scales = jnp.maximum(maxima / largest(dtype), _SMALLEST)
+    # By the reciprocal, which XLA would make of a division by a constant anyway, or not, depending on backend and surroundings.
+    scales = jnp.maximum(maxima * np.float32(1.0 / largest(dtype)), _SMALLEST)
     return jnp.where(maxima < _SMALLEST, 1.0, scales)
 
 
