@@ -8,6 +8,8 @@ from ernie_jax.config.nearest import did_you_mean
 from ernie_jax.config.remat import Remat, remat_plan
 
 DTYPES = ("float32", "bfloat16")
+PRECISIONS = (*DTYPES, "fp8")
+FP8_FORMATS = ("e4m3", "e5m2")
 ATTENTION = ("auto", "dense", "chunked", "cudnn")
 DISPATCH = ("auto", "local", "replicated", "all_to_all", "ragged")
 GROUPED_MATMUL = ("auto", "blocks", "ragged_dot", "pallas", "megablox", "dense")
@@ -20,12 +22,31 @@ def one_of(owner: str, field: str, value: object, allowed: tuple[str, ...]) -> N
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """FP8 products of the experts: E4M3 inputs with a scale per 1 x 128 activation tile and per 128 x 128 weight block.
+
+    Attributes:
+      gradient_format: of the gradients that are multiplied, `e4m3` (as the published recipe) or `e5m2` (more range within a
+        tile, half the precision).
+      weight_gradient: multiply in FP8 for the gradient of the weights too, both factors quantised anew in tiles of 128 tokens;
+        without, it is made of the FP8 inputs that were kept and the gradients in the compute format.
+    """
+
+    gradient_format: str = "e4m3"
+    weight_gradient: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("config.fp8", "gradient_format", self.gradient_format, FP8_FORMATS)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
     """Choices of execution.
 
     Attributes:
       dtype: format of activations and of the inputs of matrix products.
       param_dtype: storage of parameters (routers stay float32).
+      fp8: multiply in FP8 in the experts, with these settings; None multiplies in `dtype`.
       attention: kernel; `auto` is cuDNN on GPU in 16 bits, else dense up to `attention_chunk_from` tokens and chunked beyond.
       attention_chunk: tokens of a chunk of the chunked kernel.
       attention_chunk_from: longest sequence that `auto` gives to the dense kernel.
@@ -41,6 +62,7 @@ class ComputeConfig:
 
     dtype: str = "float32"
     param_dtype: str = "float32"
+    fp8: Fp8Config | None = None
     attention: str = "auto"
     attention_chunk: int = 128
     attention_chunk_from: int = 128

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from ernie_jax.config.bounds import at_least
-from ernie_jax.config.compute import ATTENTION, DISPATCH, DTYPES, GROUPED_MATMUL, ComputeConfig, one_of
+from ernie_jax.config.compute import ATTENTION, DISPATCH, DTYPES, GROUPED_MATMUL, PRECISIONS, ComputeConfig, Fp8Config, one_of
 from ernie_jax.config.data import DataConfig
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.pipeline import PipelineConfig
@@ -139,6 +140,11 @@ class OptimizerConfig:
       decay_exclude: parameters whose path contains one of these have no weight decay.
       ema_decay: decay of the exponential moving average of the weights, None for no average.
       max_nonfinite: stop after this many skipped steps in a row.
+      loss_scale: what the loss is first multiplied with before the backward pass, a power of two of at least 1; gradients are
+        divided by it, exactly. Halved when a step is not finite, doubled after `loss_scale_growth` finite ones in a row. None,
+        the default with FP8 too: scales of tiles follow the gradients, and bfloat16 has float32's range, so that a factor changes
+        nothing but numbers near float32's smallest.
+      loss_scale_growth: see `loss_scale`.
     """
 
     b1: float = 0.9
@@ -149,6 +155,8 @@ class OptimizerConfig:
     decay_exclude: tuple[str, ...] = ("bias", "norm")
     ema_decay: float | None = None
     max_nonfinite: int = 10
+    loss_scale: float | None = None
+    loss_scale_growth: int = 2000
 
     def __post_init__(self) -> None:
         for name in ("b1", "b2", "ema_decay"):
@@ -156,7 +164,12 @@ class OptimizerConfig:
             if value is not None and not 0 <= value < 1:
                 raise ValueError(f"config.optimizer.{name}={value}; expected a number in [0, 1)")
         at_least("config.optimizer", 0.0, eps=self.eps, weight_decay=self.weight_decay)
-        at_least("config.optimizer", 1, max_nonfinite=self.max_nonfinite)
+        at_least("config.optimizer", 1, max_nonfinite=self.max_nonfinite, loss_scale_growth=self.loss_scale_growth)
+        if self.loss_scale is not None and not (1 <= self.loss_scale <= 2.0**32 and math.frexp(self.loss_scale)[0] == 0.5):
+            raise ValueError(
+                f"config.optimizer.loss_scale={self.loss_scale}; expected a power of two from 1 to 2^32, so that dividing "
+                "gradients by it is exact, or None for no scaling"
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"config.optimizer.clip_norm={self.clip_norm}; expected a positive norm, or None for no clipping")
 
@@ -246,7 +259,8 @@ class RunConfig:
 
     `trainable` lists patterns of parameter paths that are trained (`*` for anything, `!` takes away; see `trained_paths`): the
     rest has no gradient and no optimiser state. `init_from` names a Hugging Face checkpoint folder whose weights the run starts
-    with, such as the export of the stage before; None starts from random ones.
+    with, such as the export of the stage before; None starts from random ones. `precision`, where it is set, takes the place
+    of `dtype`: `float32`, `bfloat16`, or `fp8`, which multiplies in FP8 in the experts and computes in bfloat16 elsewhere.
 
     `remat` says what the backward pass computes again (see ComputeConfig and config/remat.py). `auto` compiles the step under one
     policy after another and takes the cheapest that fits `remat_budget` of a device's memory: what the device says it has, or
@@ -261,6 +275,7 @@ class RunConfig:
     accumulate: int = 1
     log_every: int = 10
     dtype: str = "float32"
+    precision: str | None = None
     seed: int = 0
     remat: str | tuple[str, ...] = "none"
     remat_budget: float = 0.85
@@ -272,6 +287,7 @@ class RunConfig:
     init_from: str | None = None
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     moe: MoETrainConfig = field(default_factory=MoETrainConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -291,6 +307,12 @@ class RunConfig:
         at_least("config", 1, device_memory_bytes=self.device_memory_bytes)
         if not 0 < self.remat_budget <= 1:
             raise ValueError(f"config.remat_budget={self.remat_budget}; expected a share of a device's memory, in (0, 1]")
+        if self.precision is not None:
+            one_of("config", "precision", self.precision, PRECISIONS)
+        if self.precision == "fp8" and self.model.moe is None:
+            raise ValueError(
+                "config.precision='fp8' multiplies in FP8 in the experts, and this model has none; use 'bfloat16' for a dense model"
+            )
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"config.batch_size={self.batch_size} cannot be split into config.accumulate={self.accumulate} equal parts "
@@ -344,10 +366,17 @@ class RunConfig:
         return self.accumulate * self.microbatches
 
     @property
+    def computed_in(self) -> str:
+        """`precision`, or `dtype` where that is not set."""
+        return self.precision or self.dtype
+
+    @property
     def compute(self) -> ComputeConfig:
         """How the model is run in training; parameters are stored in float32, the master copy."""
+        fp8 = self.computed_in == "fp8"
         return ComputeConfig(
-            dtype=self.dtype,
+            dtype="bfloat16" if fp8 else self.computed_in,
+            fp8=self.fp8 if fp8 else None,
             remat=self.remat,
             attention=self.attention,
             loss_chunk=self.loss_chunk,

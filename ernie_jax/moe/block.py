@@ -14,7 +14,7 @@ from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.moe.capacity import apply_capacity, drop_padding
 from ernie_jax.moe.expert_exchange import apply_experts
-from ernie_jax.moe.experts import Experts, ExpertStack
+from ernie_jax.moe.experts import Experts, ExpertStack, QuantizedExperts
 from ernie_jax.moe.router import Router, route, router_stats
 from ernie_jax.moe.routing import RouterOutput, RouterStats, Routing
 from ernie_jax.nn.dtypes import DtypePolicy
@@ -81,7 +81,7 @@ class MoE(nnx.Module):
             else None
         )
 
-    def stacks(self) -> tuple[ExpertStack | None, ...]:
+    def stacks(self) -> tuple[ExpertStack | QuantizedExperts | None, ...]:
         """For text and, in a vision-language model, vision: the experts of a stack of these layers (see `Experts.stack`)."""
         return tuple(experts.stack() for experts in (self.experts, self.vision_experts) if experts is not None)
 
@@ -90,7 +90,7 @@ class MoE(nnx.Module):
         x: jax.Array,
         valid: jax.Array,
         modality: jax.Array | None = None,
-        stacks: Sequence[ExpertStack | None] | None = None,
+        stacks: Sequence[ExpertStack | QuantizedExperts | None] | None = None,
         *,
         with_logits: bool = False,
     ) -> tuple[jax.Array, RouterOutput]:
@@ -116,7 +116,8 @@ class MoE(nnx.Module):
                 routing, output = self._mixed(x, valid, modality)
                 assert self.vision_experts is not None
                 sets = [self.experts, self.vision_experts]
-        y = apply_experts(x, routing, sets, stacks[: len(sets)], self.compute, self.hidden_act)
+        y, counts = apply_experts(x, routing, sets, stacks[: len(sets)], self.compute, self.hidden_act)
+        output = output.with_fp8(counts)
         y = constrain(y, "batch", "sequence", "activation_embed")
         if self.shared_experts is not None:
             with jax.named_scope("shared_experts"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+
+from ernie_jax.nn.fp8 import Fp8Counts
 
 
 @jax.tree_util.register_dataclass
@@ -35,6 +38,7 @@ class RouterStats:
       entropy: scalar, sum of the entropies of the router distributions, in nats.
       dropped: scalar, assignments dropped by capacity.
       tokens: scalar, valid tokens.
+      fp8: what the casts of the experts' inputs to FP8 lost, an entry an operand (`fp8_experts.OPERANDS`); None without FP8.
     """
 
     load: jax.Array
@@ -44,6 +48,7 @@ class RouterStats:
     entropy: jax.Array
     dropped: jax.Array
     tokens: jax.Array
+    fp8: Fp8Counts | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +65,13 @@ class RouterOutput:
     stats: RouterStats
     logits: jax.Array | None
     vision: RouterStats | None = None
+
+    def with_fp8(self, counts: Sequence[Fp8Counts]) -> RouterOutput:
+        """With what the casts to FP8 lost in the experts of text and, where there are two, of vision; unchanged without any."""
+        if not counts:
+            return self
+        vision = self.vision if self.vision is None else replace(self.vision, fp8=counts[1])
+        return replace(self, stats=replace(self.stats, fp8=counts[0]), vision=vision)
 
     @property
     def load(self) -> jax.Array:

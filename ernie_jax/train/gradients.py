@@ -19,6 +19,7 @@ from ernie_jax.models.batches import logical_axes_of
 from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, TokenWeights, head_loss, pretraining_loss
 from ernie_jax.objectives.step_totals import StepTotals
 from ernie_jax.sharding import BATCH_AXES, Layout, constrain, use_layout
+from ernie_jax.train.loss_scale import scaled, unscaled
 from ernie_jax.train.optimizer import Arrays
 from ernie_jax.train.pipeline import PipelinedGradients
 from ernie_jax.train.state import TrainState, all_values, gradient_shardings, trained_values, with_values
@@ -81,9 +82,13 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
             kinds = part.get("document_kinds")
             return pretraining_loss(model_of(values), inputs_of(part), part["labels"], totals, weights, token_weights, kinds)
 
+        def scaled_loss(values: Arrays, part: Batch, totals: StepTotals) -> tuple[jax.Array, tuple[jax.Array, LossParts]]:
+            total, parts = loss(values, part, totals)
+            return scaled(total, state.loss_scale), (total, parts)
+
         def one(part: Batch) -> tuple[Arrays, jax.Array, LossParts]:
-            (total, parts), grads = jax.value_and_grad(loss, has_aux=True)(values, part, totals)
-            return _placed(grads, shardings), total, parts
+            grads, (total, parts) = jax.grad(scaled_loss, has_aux=True)(values, part, totals)
+            return _placed(unscaled(grads, state.loss_scale), shardings), total, parts
 
         values = trained_values(run, state.params)
         kinds = batch.get("modality_ids"), batch.get("document_kinds")
@@ -92,7 +97,7 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
             parts = split_microbatches(_after(totals, batch), run.parts)
         if staged is not None:
             fixed = {path: value for path, value in all_values(state).items() if path not in values}
-            result = staged(values, fixed, parts, totals, count_first=count_first)
+            result = staged(values, fixed, parts, totals, state.loss_scale, count_first=count_first)
             assert result.gradients is not None
             return _placed(result.gradients, shardings), result.total, result.parts
         if count_first:

@@ -36,6 +36,7 @@ from ernie_jax.parallel.pipeline import (
     run_pipeline,
 )
 from ernie_jax.sharding import Layout, use_layout
+from ernie_jax.train.loss_scale import LossScale, scaled, unscaled
 from ernie_jax.train.optimizer import Arrays, is_gate
 from ernie_jax.train.stages import ModelStages, StageWeights
 from ernie_jax.train.state import moment_layout
@@ -75,7 +76,15 @@ class PipelinedObjective:
     gradient_layout: Layout
     with_head: bool = True
 
-    def __call__(self, timetable: Timetable, values: Arrays, fixed: Arrays, parts: Batch, totals: StepTotals) -> PipelineResult:
+    def __call__(
+        self,
+        timetable: Timetable,
+        values: Arrays,
+        fixed: Arrays,
+        parts: Batch,
+        totals: StepTotals,
+        loss_scale: LossScale | None = None,
+    ) -> PipelineResult:
         """One step's losses, and gradients where the timetable has backwards.
 
         Args:
@@ -84,6 +93,7 @@ class PipelinedObjective:
           fixed: all others, biases too.
           parts: arrays [M, ...] of a batch.
           totals: of the whole step, its share 1.
+          loss_scale: a factor on the loss for the length of the backward pass.
         """
         stages = self.stages
         trained, frozen = stages.split(values), stages.split(fixed)
@@ -97,6 +107,7 @@ class PipelinedObjective:
             shared=totals,
             items=self._items(parts),
             features=features,
+            scale=scaled(jnp.ones((), jnp.float32), loss_scale),
         )
         sums = run_pipeline(program, timetable, inputs, stages.layout.mesh, lambda e, s: stages.placed(e, s, self.gradient_layout))
         orthogonal, gate_gradients = self._gates(values, fixed, totals)
@@ -104,6 +115,7 @@ class PipelinedObjective:
         if timetable.backward_tick is not None:
             tower = pull_tower(sums.features) if trained.tower else {}
             gradients = stages.join(StageWeights(sums.edges, sums.stages, tower), self.gradient_layout)
+            gradients = unscaled(gradients, loss_scale)
             gradients |= {path: gradients[path] + g for path, g in gate_gradients.items()}
         total = sums.loss + self.weights.gate_loss(orthogonal)
         return PipelineResult(total, self._report(sums, orthogonal), gradients, sums.active)
@@ -269,14 +281,23 @@ class PipelinedGradients:
         )
         return cls(objective, timetable)
 
-    def __call__(self, values: Arrays, fixed: Arrays, parts: Batch, totals: StepTotals, *, count_first: bool) -> PipelineResult:
+    def __call__(
+        self,
+        values: Arrays,
+        fixed: Arrays,
+        parts: Batch,
+        totals: StepTotals,
+        loss_scale: LossScale | None = None,
+        *,
+        count_first: bool,
+    ) -> PipelineResult:
         """See `PipelinedObjective`; with `count_first`, the step's choices are counted by a pass without gradients before."""
         if count_first:
             with jax.named_scope("count_choices"):
                 counted = self.forward(values, fixed, parts, totals, with_head=False).parts
             text, vision = (tuple(s.top_k for s in stats) for stats in (counted.stats, counted.vision_stats))
             totals = after(totals.with_choices(text, vision), counted.aux)
-        return self.objective(self.timetable, values, fixed, parts, totals)
+        return self.objective(self.timetable, values, fixed, parts, totals, loss_scale)
 
     def forward(self, values: Arrays, fixed: Arrays, parts: Batch, totals: StepTotals, *, with_head: bool = True) -> PipelineResult:
         """The losses alone, of any number of microbatches."""

@@ -21,6 +21,7 @@ from ernie_jax.moe import RouterBias
 from ernie_jax.moe.places import own_places
 from ernie_jax.sharding import Layout, map_variables, variables_by_path
 from ernie_jax.train.hooks import Moment
+from ernie_jax.train.loss_scale import LossScale
 from ernie_jax.train.state import TrainState, abstract_state
 
 # Settings that decide which arrays the state has. What decides the data is checked by the data iterator.
@@ -98,12 +99,25 @@ class RunCheckpoints:
                 "each has its own place in the data: resume with as many"
             )
         batches.set_state(places[jax.process_index()])
-        abstract = abstract_state(self._run, layout)
-        if not extra["config"].get("moe", {}).get("placement_every") and self._run.moe.placement_every:
-            state, _ = self._store.restore(step, _unplaced(abstract))
-            return _placed(abstract, state)
-        state, _ = self._store.restore(step, abstract)
-        return state
+        return self._restored(step, layout, extra["config"])
+
+    def _restored(self, step: int, layout: Layout, config: Mapping[str, Any]) -> TrainState:
+        """The state of a step.
+
+        A loss scale begins at the configured start, and experts at their own places, where the checkpoint, as all older ones, has
+        none of them.
+        """
+        wanted = abstract_state(self._run, layout)
+        had_scale = config["optimizer"].get("loss_scale") is not None
+        same_scale = had_scale == (wanted.loss_scale is not None)
+        unplaced = self._run.moe.placement_every and not config.get("moe", {}).get("placement_every")
+        stored = _unplaced(wanted) if unplaced else wanted
+        stored = stored if same_scale else replace(stored, loss_scale=None)
+        state, _ = self._store.restore(step, stored, partial=had_scale and not same_scale)
+        state = _placed(wanted, state) if unplaced else state
+        if same_scale:
+            return state
+        return replace(state, loss_scale=jax.device_put(LossScale.initial(self._run.optimizer), layout.replicated))
 
 
 def _unplaced(abstract: TrainState) -> TrainState:

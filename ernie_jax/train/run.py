@@ -222,13 +222,14 @@ def describe(run: RunConfig, layout: Layout, peak: Peak) -> str:
     model, moe, schedule, mesh = run.model, run.model.moe, run.schedule, layout.mesh
     count = count_parameters(model)
     experts = "" if moe is None else f", {model.num_moe_layers} of {moe.num_experts} experts, {moe.num_experts_per_tok} chosen"
+    parts = f"in {run.parts} microbatches, computed in {run.computed_in}"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     devices = f"{mesh.size} of {mesh.devices.flat[0].device_kind}"
     figure = "unknown" if peak.flops is None else f"{peak.flops:.3g} FLOP/s"
     lines = {
         "Model": f"{count.total:,} parameters, {count.active:,} active; {model.num_hidden_layers} layers{experts}",
         "Mesh": f"{axes} ({devices}), ZeRO {run.mesh.zero}, rules {layout.rules.name}",
-        "Batch": f"{run.batch_size} rows of {run.seq_len} tokens a step, in {run.parts} microbatches, computed in {run.dtype}",
+        "Batch": f"{run.batch_size} rows of {run.seq_len} tokens a step, {parts}",
         **_pipeline_line(run, layout),
         "Remat": policy_name(run.remat),
         "Schedule": f"{run.steps} steps, {schedule.kind}, peak {schedule.peak:g}, {schedule.warmup} steps of warm-up",

@@ -20,6 +20,7 @@ from ernie_jax.config.trainable import trained_paths
 from ernie_jax.models import TextModel, abstract_model, build_model, run_once_options
 from ernie_jax.sharding import Layout, logical_axes, make_layout, make_mesh, map_variables, variables_by_path
 from ernie_jax.sharding import state_shardings as variable_shardings
+from ernie_jax.train.loss_scale import LossScale
 from ernie_jax.train.optimizer import Arrays, is_gate, make_adamw
 
 
@@ -39,6 +40,7 @@ class TrainState:
       skipped_in_a_row: int32, how many of the latest steps those were.
       expert_load: in a run that moves experts, `router` (and `vision_router`) -> [L, E] float32, tokens of each expert since they
         were last placed.
+      loss_scale: the factor on the loss, None without.
     """
 
     step: jax.Array
@@ -49,6 +51,7 @@ class TrainState:
     skipped: jax.Array
     skipped_in_a_row: jax.Array
     expert_load: Arrays = field(default_factory=dict)
+    loss_scale: LossScale | None = None
 
 
 def mesh_of(run: RunConfig) -> Mesh:
@@ -105,6 +108,7 @@ def new_state(run: RunConfig, params: nnx.State, biases: nnx.State) -> TrainStat
         skipped=zero(),
         skipped_in_a_row=zero(),
         expert_load=no_load(run),
+        loss_scale=LossScale.initial(run.optimizer),
     )
 
 
@@ -176,4 +180,5 @@ def _shardings_of(run: RunConfig, layout: Layout, shapes: TrainState) -> TrainSt
         skipped=whole,
         skipped_in_a_row=whole,
         expert_load=jax.tree.map(lambda _: whole, shapes.expert_load),
+        loss_scale=jax.tree.map(lambda _: whole, shapes.loss_scale),
     )

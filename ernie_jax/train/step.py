@@ -13,7 +13,7 @@ from flax import nnx
 
 from ernie_jax.config.run import RunConfig
 from ernie_jax.models import Batch, TextModel, abstract_model, batch_shardings
-from ernie_jax.moe import RouterStats, balance_rate, gate_cosine, orthogonal_loss, update_bias
+from ernie_jax.moe import FP8_OPERANDS, RouterStats, balance_rate, gate_cosine, orthogonal_loss, update_bias
 from ernie_jax.moe.balance import device_load
 from ernie_jax.moe.places import own_places
 from ernie_jax.objectives.pretraining import LossParts
@@ -41,8 +41,11 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
     `aux`, `z`, `orthogonal` (means over layers, without coefficients), `grad_norm` (before clipping), `lr`, `tokens`,
     `scored_tokens`, `skipped`, `skipped_in_a_row`, and under `router` for each MoE layer `load` [L, E], `entropy`, `dropped`,
     `balance`, `bias_min`, `bias_max`, `bias_std`, `gate_cosine` [L], and where experts are split over G devices `device_load`
-    [L, G], `device_balance` and `node_balance` [L], as the experts stood in this step. Of a vision-language model these are of the
-    text experts, and there are `loss_text`, `loss_multimodal` (cross-entropy a label in documents of text alone, and with images),
+    [L, G], `device_balance` and `node_balance` [L], as the experts stood in this step; with FP8 also `fp8_overflow_gate_up`,
+    `fp8_overflow_down`, `fp8_underflow_gate_up`, `fp8_underflow_down` [L]: the share of the numbers of that product's input that
+    saturated, and of those other than zero that became zero. With a loss scale there is `loss_scale`, as the step had it. Of a
+    vision-language model the router figures are of the text experts, and there are `loss_text` and `loss_multimodal`
+    (cross-entropy a label in documents of text alone, and with images),
     `aux_vision`, `z_vision`, `orthogonal_vision`, `vision_tokens`, `patches`, and `vision_router`.
 
     Raises:
@@ -70,6 +73,8 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
         new = replace(
             new, step=state.step + 1, skipped=state.skipped + bad, skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1)
         )
+        if state.loss_scale is not None:
+            new = replace(new, loss_scale=state.loss_scale.after(finite, run.optimizer.loss_scale_growth))
         metrics = {
             "loss": parts.loss,
             "total": total,
@@ -79,6 +84,8 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
             "scored_tokens": jnp.sum(batch["labels"] >= 0, dtype=jnp.float32),
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
+            # The one this step was taken with.
+            **({} if state.loss_scale is None else {"loss_scale": state.loss_scale.scale}),
             **_modality_metrics(run, layout, batch, new, parts),
         }
         return new, metrics
@@ -201,4 +208,7 @@ def _router_metrics(
         on_device = device_load(stats.load, places, devices)
         on_node = on_device.reshape(len(layers), run.moe.placement_nodes, -1).sum(-1)
         figures |= {"device_load": on_device, "device_balance": balance_rate(on_device), "node_balance": balance_rate(on_node)}
+    if stats.fp8 is not None:
+        for name, shares in (("overflow", stats.fp8.overflow), ("underflow", stats.fp8.underflow)):
+            figures |= {f"fp8_{name}_{operand}": share for operand, share in zip(FP8_OPERANDS, shares.T, strict=True)}
     return jnp.mean(orthogonal_loss(gates, groups)), figures

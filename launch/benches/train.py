@@ -73,7 +73,11 @@ class Step:
         if options["folder"] is not None:
             save_pretrained(model_of(run, layout, self._state), options["folder"])
         leaves = jax.tree.leaves(self._state.params)
-        self.facts: dict[str, Any] = {"devices": mesh.size, "parameters": sum(x.size for x in leaves), "dtype": run.dtype}
+        self.facts: dict[str, Any] = {
+            "devices": mesh.size,
+            "parameters": sum(x.size for x in leaves),
+            "dtype": run.computed_in,
+        }
 
     def run(self, part: str) -> float:
         """One optimiser step; returns the cross-entropy a token before it."""

@@ -105,7 +105,7 @@ def exchange_flops(layer, index):
 
     def loss(x, weights):
         sets = nnx.merge(parts[0], weights)
-        return (apply_experts(x, routing, sets, (None, None), layer.compute, layer.hidden_act) ** 2).sum()
+        return (apply_experts(x, routing, sets, (None, None), layer.compute, layer.hidden_act)[0] ** 2).sum()
 
     return flops_of(jax.value_and_grad(loss, (0, 1)), x, parts[1])
 

@@ -19,7 +19,8 @@ from ernie_jax.moe.routing import Routing
 from ernie_jax.sharding import BATCH_AXES, Layout
 
 # x [g, t, D], routing [g, t, K], sets of gate_up [E_local, D, 2, f] and down [E_local, f, D], their stacks, plan -> [g, t, D]
-DeviceBody = Callable[[jax.Array, Routing, Any, Any, ExchangePlan], jax.Array]
+# and a pytree of scalars or vectors that are to be summed over the devices
+DeviceBody = Callable[[jax.Array, Routing, Any, Any, ExchangePlan], tuple[jax.Array, Any]]
 
 
 def on_each_device(
@@ -30,7 +31,7 @@ def on_each_device(
     stacks: Sequence[Any],
     layout: Layout,
     capacity_factor: float | None,
-) -> jax.Array:
+) -> tuple[jax.Array, Any]:
     """Run `body` under `shard_map` over the mesh: tokens over (data, expert), experts over expert, widths over tensor.
 
     Inside a `shard_map` over some axes, such as a pipeline stage, it is over the other ones.
@@ -48,7 +49,7 @@ def on_each_device(
       capacity_factor: the capacity that was applied to the routing, None for none; it bounds what a peer can be sent.
 
     Returns:
-      [B, T, D].
+      ([B, T, D], the body's sums over all devices).
     """
     groups, tensor = layout.axis_size(*BATCH_AXES), layout.axis_size("tensor")
     original, (batch, tokens, dim) = x.shape, x.shape
@@ -65,21 +66,22 @@ def on_each_device(
     plan = ExchangePlan(num_experts=sets * num_experts, shards=layout.shards("expert"), bucket_rows=bucket_rows)
     sequence_sharded = "tensor" in layout.rules.mesh_axes("sequence")
 
-    def device(x: jax.Array, routing: Routing, weights: Any, stacks: Any) -> jax.Array:
-        y = body(x, routing, weights, stacks, plan)
+    def device(x: jax.Array, routing: Routing, weights: Any, stacks: Any) -> tuple[jax.Array, Any]:
+        y, sums = body(x, routing, weights, stacks, plan)
+        sums = jax.tree.map(lambda a: a[None], sums)
         if tensor == 1:
-            return y
+            return y, sums
         # Each tensor shard holds the products of its slice of the expert width: add them, and keep only this shard's
         # part of the sequence where that is how activations are laid out.
         if sequence_sharded:
-            return jax.lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True)
-        return jax.lax.psum(y, "tensor")
+            return jax.lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True), sums
+        return jax.lax.psum(y, "tensor"), sums
 
     rows = layout.automatic(PartitionSpec(BATCH_AXES))
     first, second = layout.spec(("expert", None, None, "expert_mlp")), layout.spec(("expert", "expert_mlp", None))
     single = {4: first, 3: second}
     stacked = {5: PartitionSpec(None, *first), 4: PartitionSpec(None, *second), 0: PartitionSpec()}
-    y = jax.shard_map(
+    y, sums = jax.shard_map(
         device,
         mesh=layout.mesh_in_force,
         axis_names=set(layout.automatic_axes),
@@ -89,11 +91,12 @@ def on_each_device(
             jax.tree.map(lambda a: single[a.ndim], tuple(weights)),
             jax.tree.map(lambda a: stacked[a.ndim], tuple(stacks)),
         ),
-        out_specs=PartitionSpec(*rows, "tensor") if sequence_sharded else rows,
+        out_specs=(PartitionSpec(*rows, "tensor") if sequence_sharded else rows, PartitionSpec(layout.automatic_axes)),
         # Nested in manual pipeline stages the check fails to lower; tests compare gradients with one device instead.
         check_vma=False,
     )(x, routing, tuple(weights), tuple(stacks))
-    return y if y.shape == original else y.reshape(-1, dim)[: batch * tokens].reshape(original)
+    y = y if y.shape == original else y.reshape(-1, dim)[: batch * tokens].reshape(original)
+    return y, jax.tree.map(lambda a: a.sum(axis=0), sums)
 
 
 def shard_major(expert_index: jax.Array, num_experts: int, sets: int, shards: int) -> jax.Array:

@@ -72,7 +72,7 @@ def grouped_matmul(
       ValueError: an unknown backend, or one that this platform cannot run; shapes or dtypes that do not fit.
     """
     _check(rows, weights, group_sizes)
-    product, sizes = _backend(backend), group_sizes.astype(jnp.int32)
+    product, sizes = BACKENDS[resolve_backend(backend)], group_sizes.astype(jnp.int32)
     if product is block_product:
         return block_product(rows, weights, sizes, stack, first_row, sets)
     if first_row is None:
@@ -86,7 +86,12 @@ def backends_on(platform: str) -> list[str]:
     return sorted(name for name in BACKENDS if platform in ONLY_ON.get(name, (platform,)))
 
 
-def _backend(name: str) -> Backend:
+def resolve_backend(name: str) -> str:
+    """The backend that `name` stands for here: `auto` is the one that suits the platform.
+
+    Raises:
+      ValueError: an unknown name, or a backend that this platform cannot run.
+    """
     platform = jax.default_backend()
     if name == "auto":
         name = _choose(platform)
@@ -97,7 +102,7 @@ def _backend(name: str) -> Backend:
             f"grouped_matmul backend {name!r} runs on {' and '.join(ONLY_ON[name])}, this is {platform!r}; "
             f"use 'auto' or one of {backends_on(platform)}"
         )
-    return BACKENDS[name]
+    return name
 
 
 @functools.cache
@@ -124,4 +129,4 @@ def _check(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> None:
         raise ValueError(f"group_sizes must be integers, got {group_sizes.dtype}")
 
 
-__all__ = ["AUTO", "BACKENDS", "backends_on", "grouped_matmul"]
+__all__ = ["AUTO", "BACKENDS", "backends_on", "grouped_matmul", "resolve_backend"]

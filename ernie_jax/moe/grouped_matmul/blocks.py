@@ -103,38 +103,38 @@ _product.defvjp(_forward, _backward)
 def _rows_product(rows: Array, kept: Array, layer: Array, groups: Groups, side: int, settings: _Settings) -> Array:
     """Rows times W (side 0) or W transposed (side 1), zero in spare rows; W of group e is kept[layer, e]."""
     dtype, kept_dtype, num_rows = rows.dtype, kept.dtype, rows.shape[0]
-    rows, kept = _as_bits(rows), _as_bits(kept)
+    rows, kept = as_bits(rows), as_bits(kept)
     out = jnp.zeros((num_rows, kept.shape[3 - side]), rows.dtype)
     if out.size == 0 or groups.sizes.size == 0:
-        return _as_floats(out, dtype)
+        return as_floats(out, dtype)
 
     heights = block_heights(num_rows, settings[1] * groups.sizes.size)
 
     def group(expert: Array, start: Array, size: Array, out: Array) -> Array:
         weight = jax.lax.dynamic_slice(kept, (layer, expert, 0, 0), (1, 1, *kept.shape[2:])).reshape(kept.shape[2:])
-        weight = _as_floats(weight, kept_dtype).astype(dtype)
+        weight = as_floats(weight, kept_dtype).astype(dtype)
 
         def block(top: Array, index: Array, first: Array, out: Array) -> Array:
-            x = _as_floats(jax.lax.dynamic_slice_in_dim(rows, top, index.size), dtype)
+            x = as_floats(jax.lax.dynamic_slice_in_dim(rows, top, index.size), dtype)
             y = contract(x, weight, (1, side), settings[0]).astype(dtype)
             # Rows above `first` are finished and stay. Rows past the group's end are zeroed: the next group, which comes
             # later, writes its own over them.
             old = jax.lax.dynamic_slice_in_dim(out, top, index.size)
-            new = jnp.where(index < first, old, jnp.where(index < start + size, _as_bits(y), 0))
+            new = jnp.where(index < first, old, jnp.where(index < start + size, as_bits(y), 0))
             return jax.lax.dynamic_update_slice_in_dim(out, new, top, 0)
 
-        return _for_blocks(start, size, num_rows, heights, block, out)
+        return for_blocks(start, size, num_rows, heights, block, out)
 
-    return _as_floats(_for_groups(groups, group, out), dtype)
+    return as_floats(for_groups(groups, group, out), dtype)
 
 
 def _weights_product(rows: Array, cotangent: Array, groups: Groups, settings: _Settings) -> Array:
     """[E, D, F]: each group's X^T dY, summed over its rows in float32; zero for empty groups."""
     dtype, num_rows, width = rows.dtype, rows.shape[0], (rows.shape[1], cotangent.shape[1])
-    factors = _as_bits(rows), _as_bits(cotangent)
+    factors = as_bits(rows), as_bits(cotangent)
     out = jnp.zeros((groups.sizes.size, *width), factors[0].dtype)
     if out.size == 0 or num_rows == 0:
-        return _as_floats(out, dtype)
+        return as_floats(out, dtype)
 
     heights = block_heights(num_rows, settings[1] * groups.sizes.size)
 
@@ -143,28 +143,30 @@ def _weights_product(rows: Array, cotangent: Array, groups: Groups, settings: _S
             own = (index >= first) & (index < start + size)
             # Both factors are replaced: zero times the NaN of a spare row would be NaN.
             x, dy = (jnp.where(own, jax.lax.dynamic_slice_in_dim(a, top, index.size), 0) for a in factors)
-            return total + contract(_as_floats(x, dtype), _as_floats(dy, dtype), (0, 0), settings[0])
+            return total + contract(as_floats(x, dtype), as_floats(dy, dtype), (0, 0), settings[0])
 
-        total = _for_blocks(start, size, num_rows, heights, block, jnp.zeros(width, jnp.float32))
-        return jax.lax.dynamic_update_index_in_dim(out, _as_bits(total.astype(dtype)), expert, 0)
+        total = for_blocks(start, size, num_rows, heights, block, jnp.zeros(width, jnp.float32))
+        return jax.lax.dynamic_update_index_in_dim(out, as_bits(total.astype(dtype)), expert, 0)
 
-    return _as_floats(_for_groups(groups, group, out), dtype)
+    return as_floats(for_groups(groups, group, out), dtype)
 
 
-def _as_bits(x: Array) -> Array:
-    """16-bit floats as integers, for buffers that a loop reads and writes in parts.
+def as_bits(x: Array) -> Array:
+    """16-bit and 8-bit floats as integers, for buffers that a loop reads and writes in parts.
 
-    For want of 16-bit float arithmetic XLA:CPU widens a slice or update of such a buffer to a conversion of the whole of it,
+    For want of arithmetic in these formats XLA:CPU widens a slice or update of such a buffer to a conversion of the whole of it,
     there and back in every round of the loop; integers it leaves where they are.
     """
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+    bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
+    return x if bits is None else jax.lax.bitcast_convert_type(x, bits)
 
 
-def _as_floats(x: Array, dtype: jnp.dtype) -> Array:
+def as_floats(x: Array, dtype: jnp.dtype) -> Array:
+    """The inverse of `as_bits`."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _for_groups(groups: Groups, body: Callable[[Array, Array, Array, Array], Array], carry: Array) -> Array:
+def for_groups(groups: Groups, body: Callable[[Array, Array, Array, Array], Array], carry: Array) -> Array:
     """`body(group, start, size, carry)` over the groups that have rows, in ascending order."""
     sizes = groups.sizes
     starts = groups.first_row + group_ends(sizes) - sizes
@@ -179,7 +181,7 @@ def _for_groups(groups: Groups, body: Callable[[Array, Array, Array, Array], Arr
     return jax.lax.fori_loop(0, before[-1], step, carry)
 
 
-def _for_blocks(
+def for_blocks(
     start: Array,
     size: Array,
     num_rows: int,

@@ -51,6 +51,7 @@ class PipelineInputs:
       shared: pytree, the same for all.
       items: pytree of arrays [M, ...], a microbatch each.
       features: pytree of arrays [M, ...] for `first`, with gradients; empty for none.
+      scale: float32 scalar, what gradients are multiplied with.
     """
 
     edges: Tree
@@ -60,6 +61,7 @@ class PipelineInputs:
     shared: Tree
     items: Tree
     features: Tree
+    scale: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +124,13 @@ def run_pipeline(
         axis_names={AXIS},
         # With the check on, the backward of the nested exchange of experts fails to lower; tests compare with one device.
         check_vma=False,
-    )(columns, inputs.stages, inputs.counts, inputs.constants, (inputs.edges, inputs.shared, inputs.items, inputs.features))
+    )(
+        columns,
+        inputs.stages,
+        inputs.counts,
+        inputs.constants,
+        (inputs.edges, inputs.shared, inputs.items, inputs.features, inputs.scale),
+    )
 
 
 def _at(tree: Tree, index: jax.Array) -> Tree:
@@ -282,7 +290,7 @@ class _Runner:
                     return program.last((edges, frozen_edges), y, item, inputs.shared)
 
                 loss, pull_last, report = jax.vjp(last, edges, y, has_aux=True)
-                d_edges, dy = pull_last(jnp.ones_like(loss))
+                d_edges, dy = pull_last(inputs.scale)
                 sums = replace(sums, loss=sums.loss + loss, last_report=_add(sums.last_report, report))
                 return dy, self._placed(replace(sums, edges=_add(sums.edges, d_edges)))
 
@@ -291,7 +299,7 @@ class _Runner:
 
             dy, sums = jax.lax.cond(row["cotangent_slot"] < 0, from_loss, from_next, sums)
             with jax.named_scope("stage_backward"):
-                d_weights, dx = pull((dy, jnp.ones_like(loss)))
+                d_weights, dx = pull((dy, inputs.scale))
             sums = self._placed(replace(sums, stages=_add_at(sums.stages, chunk, d_weights)))
 
             def to_tokens(sums: PipelineSums) -> PipelineSums:
@@ -300,7 +308,7 @@ class _Runner:
                     return (x, loss), report
 
                 (_, loss), pull_first, report = jax.vjp(first, edges, feature, has_aux=True)
-                d_edges, d_feature = pull_first((dx, jnp.ones_like(loss)))
+                d_edges, d_feature = pull_first((dx, inputs.scale))
                 sums = replace(sums, loss=sums.loss + loss, first_report=_add(sums.first_report, report))
                 features = _add_at(sums.features, row["backward"], d_feature)
                 return self._placed(replace(sums, edges=_add(sums.edges, d_edges), features=features))
