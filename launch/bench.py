@@ -20,6 +20,7 @@ BENCHES = {
     "prefill": "prompts read into a cache: tokens/s, MFU; against transformers",
     "decode": "greedy generation: tokens/s, share of memory bandwidth; against transformers",
     "scaling": "step time against tokens, experts, layers, vocabulary and sequence, with fitted exponents",
+    "precision": "FP8 against bfloat16: loss after some quickstart steps, memory of the compiled step",
     "device": "the whole set on one GPU: training, prefill, decoding, grouped matmuls; MFU and share of memory bandwidth",
 }
 
