@@ -1,7 +1,8 @@
 """FP8 against bfloat16: the loss after some quickstart steps from the same weights and data, and the memory of the compiled step.
 
-Loss: the recipe `configs/quickstart.py` on one device, both precisions of a seed one after the other. Memory: the temporary bytes
-of its compiled step, and what keeping the experts' `expert_gate_up` adds to a step that keeps nothing.
+Loss: the recipe `configs/quickstart.py`, data parallel over the devices there are, both precisions of a seed one after the other.
+Memory: the temporary bytes of its step compiled for one device, and what keeping the experts' `expert_gate_up` adds to a step that
+keeps nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     console = Console()
     console.print(
-        f"{args.steps} steps of {RECIPE.name} on one device, {TESTED} against {REFERENCE}, seeds 0 to {args.seeds - 1}; "
+        f"{args.steps} steps of {RECIPE.name}, {TESTED} against {REFERENCE}, seeds 0 to {args.seeds - 1}; "
         "then the memory of the compiled step"
     )
     both = (REFERENCE, TESTED)
@@ -87,7 +88,7 @@ def _run(args: argparse.Namespace, precision: str, seed: int) -> RunConfig:
     config.fp8.update({"gradient_format": args.gradient_format, "weight_gradient": args.weight_gradient})
     config.checkpoint.every = config.eval.every = 0
     config.sample.prompt = ""
-    return replace(run_config_from(config), mesh=MeshConfig())
+    return replace(run_config_from(config), mesh=MeshConfig(data=-1))
 
 
 def _losses(args: argparse.Namespace, precision: str, seed: int) -> dict[str, float]:

@@ -102,7 +102,7 @@ def test_a_run_goes_on_from_checkpoints_with_and_without_one(tiny_run, tmp_path)
         optimizer = {"loss_scale": scale, "loss_scale_growth": 3}
         dense = tiny_dense(vocab_size=300)
         schedule = {"kind": "constant"}
-        run = tiny_run(model=dense, data=data, steps=steps, optimizer=optimizer, schedule=schedule, log_every=1)
+        run = tiny_run(mesh={"data": 8}, model=dense, data=data, steps=steps, optimizer=optimizer, schedule=schedule, log_every=1)
         train(run, tmp_path, say=lambda line: None)
     records = read_records(tmp_path / "metrics.jsonl")
     assert [r.get("loss_scale") for r in records] == [None, None, 256, 256, 256, 512, None]
