@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ernie_jax.config import RunConfig, preset, run_config_from
+from ernie_jax.config.compute import Fp8Config
 from ernie_jax.config.run import (
     CheckpointConfig,
     DataConfig,
@@ -100,6 +101,25 @@ def test_compute_takes_the_choices_of_the_run():
     compute = run.compute
     assert (compute.dtype, compute.param_dtype, compute.remat, compute.loss_chunk) == ("bfloat16", "float32", ("qkv",), 7)
     assert (compute.dispatch, compute.capacity_factor, compute.router_temperature) == ("ragged", 2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "fp8"), [(None, "bfloat16", False), ("float32", "float32", False), ("fp8", "bfloat16", True)]
+)
+def test_precision_takes_the_place_of_dtype(precision, dtype, fp8):
+    settings = Fp8Config(gradient_format="e5m2", weight_gradient=True)
+    run = replace(RUN, dtype="bfloat16", precision=precision, fp8=settings)
+    assert (run.compute.dtype, run.compute.param_dtype, run.compute.fp8) == (dtype, "float32", settings if fp8 else None)
+    assert run_config_from(json.loads(json.dumps(run.to_dict()))) == run
+
+
+def test_precision_is_one_of_three_and_fp8_is_of_experts():
+    with pytest.raises(ValueError, match=r"config\.precision='fp16'; expected one of"):
+        replace(RUN, precision="fp16")
+    with pytest.raises(ValueError, match=r"multiplies in FP8 in the experts, and this model has none"):
+        replace(RUN, precision="fp8", model=replace(RUN.model, moe=None))
+    with pytest.raises(ValueError, match=r"config\.fp8\.gradient_format='e4m2'; expected one of"):
+        Fp8Config(gradient_format="e4m2")
 
 
 def test_written_run_reads_back_as_the_same_run():

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ernie_jax.config.run import OptimizerConfig
-from ernie_jax.testing import tiny_moe
+from ernie_jax.config.run import DataConfig, OptimizerConfig
+from ernie_jax.testing import tiny_dense, tiny_moe
+from ernie_jax.train import train
 from ernie_jax.train.loss_scale import LossScale
+from ernie_jax.train.records import read_records
 from ernie_jax.train.state import abstract_state
 from ernie_jax.train.step import make_train_step
 
@@ -91,6 +93,20 @@ def test_an_overflow_skips_the_step_and_the_next_one_is_taken(runs, fresh_state,
         state, metrics = step(state, batch)
         assert (int(state.skipped_in_a_row), scale_of(state)) == (0, expected)
     assert int(state.opt_state.count) == 2
+
+
+def test_a_run_goes_on_from_checkpoints_with_and_without_one(tiny_run, tmp_path):
+    """Steps 1-2 have none, as checkpoints from before there were any; 3-4 begin one; 5-6 carry it on; 7 drops it."""
+    data = DataConfig(kind="standard_library", max_bytes=300_000)
+    for steps, scale in ((2, None), (4, 256.0), (6, 256.0), (7, None)):
+        optimizer = {"loss_scale": scale, "loss_scale_growth": 3}
+        dense = tiny_dense(vocab_size=300)
+        schedule = {"kind": "constant"}
+        run = tiny_run(mesh={"data": 8}, model=dense, data=data, steps=steps, optimizer=optimizer, schedule=schedule, log_every=1)
+        train(run, tmp_path, say=lambda line: None)
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert [r.get("loss_scale") for r in records] == [None, None, 256, 256, 256, 512, None]
+    assert all(np.isfinite(r["loss"]) for r in records)
 
 
 def test_metrics_tell_what_the_casts_lose(runs, fresh_state, batch_of):
