@@ -134,7 +134,7 @@ class DecoderSegment(nnx.Module):
                 hidden.append(x if collect.hidden_states else None)
             return (x, None if caches is None else tuple(new_caches)), (tuple(routers), tuple(hidden))
 
-        run = rematerialize(unit, self.remat)
+        run = rematerialize(unit, self.remat, repeats=self.plan.repeats)
         (x, new_caches), (routers, hidden) = jax.lax.scan(
             lambda carry, xs: run(*carry, *xs, stacks, context),
             (x, caches),
