@@ -165,7 +165,7 @@ class DecoderSegment(nnx.Module):
                 hidden.append(x if collect.hidden_states else None)
             return (x, None if caches is None else tuple(new_caches)), (tuple(routers), tuple(hidden))
 
-        remade = rematerialize(unit, self.remat)
+        remade = rematerialize(unit, self.remat, repeats=repeats)
 
         def step(carry: Any, xs: Any) -> tuple[Any, Any]:
             def active() -> tuple[Any, Any]:

@@ -108,6 +108,6 @@ class VisionTower(nnx.Module):
             layer: VisionBlock = nnx.merge(graphdef, weights)
             return layer(x, rope, mask)
 
-        run = rematerialize(block, self.remat)
+        run = rematerialize(block, self.remat, repeats=self.config.depth)
         x, _ = jax.lax.scan(lambda x, weights: (run(x, weights), None), x, state)
         return self.norm(x)

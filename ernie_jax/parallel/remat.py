@@ -15,12 +15,13 @@ from ernie_jax.sharding import current_layout
 HOST_MEMORY_PLATFORMS = ("gpu", "tpu")
 
 
-def rematerialize(body: Callable[..., Any], policy: Remat) -> Callable[..., Any]:
+def rematerialize(body: Callable[..., Any], policy: Remat, *, repeats: int = 2) -> Callable[..., Any]:
     """`body` with its activations recomputed in the backward pass as the policy says.
 
     Args:
       body: the function of one repetition of a layer stack, run inside `lax.scan`.
       policy: `none` keeps everything, `full` only the body's inputs; all others inputs and the tensors of their tags.
+      repeats: rounds of that scan.
 
     Raises:
       ValueError: an unknown policy or tag, with those that exist; offloading on a backend without host memory of its own.
@@ -30,8 +31,8 @@ def rematerialize(body: Callable[..., Any], policy: Remat) -> Callable[..., Any]
         return body
     layout = current_layout()
     check_host_memory(policy, jax.default_backend() if layout is None else layout.mesh.devices.flat[0].platform)
-    # Inside a scan the loop itself keeps the two copies of the body apart.
-    return jax.checkpoint(body, prevent_cse=False, policy=checkpoint_policy(plan))
+    # Inside a scan the loop itself keeps the two copies of the body apart; but a loop of one round is none to the compiler.
+    return jax.checkpoint(body, prevent_cse=repeats == 1, policy=checkpoint_policy(plan))
 
 
 def checkpoint_policy(plan: RematPlan) -> Callable[..., Any] | None:

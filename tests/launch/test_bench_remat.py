@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "bench.py"
 COMMAND = ("remat",)
-SIZES = "--hidden 32 --layers 2 --heads 4 --head-dim 8 --dense-width 48 --experts 4 --experts-per-token 2 --width 16 --vocab 64"
+SIZES = "--hidden 32 --layers 4 --heads 4 --head-dim 8 --dense-width 48 --experts 4 --experts-per-token 2 --width 16 --vocab 64"
 
 
 def test_bytes_and_flops_agree_with_the_prediction():
@@ -35,6 +35,7 @@ def test_bytes_and_flops_agree_with_the_prediction():
         (["--policy", "experts=half"], "expected none, full, offload"),
         (["--policy", "offload"], "offloading is not for CPU"),
         (["--tokens", "1"], "--tokens must be at least 2"),
+        (["--layers", "2"], "--layers must be at least 3"),
         (["--mesh", "pipeline=2"], "expected axis=size"),
     ],
 )
