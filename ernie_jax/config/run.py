@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ernie_jax.config.bounds import at_least
-from ernie_jax.config.compute import ATTENTION, DISPATCH, DTYPES, GROUPED_MATMUL, ComputeConfig, one_of
+from ernie_jax.config.compute import ATTENTION, DTYPES, EXCHANGE_FIELDS, GROUPED_MATMUL, ComputeConfig, check_exchange, one_of
 from ernie_jax.config.data import DataConfig
 from ernie_jax.config.model import ModelConfig
 
@@ -56,7 +56,8 @@ class MoETrainConfig:
     """Routing and balance during training.
 
     Attributes:
-      dispatch, grouped_matmul, capacity_factor, router_temperature: see ComputeConfig.
+      dispatch, exchange_dtype, exchange_backward, exchange_chunks, exchange_order, expert_nodes, grouped_matmul,
+      capacity_factor, router_temperature: see ComputeConfig.
       aux_loss_coef, z_loss_coef, orthogonal_coef: weights of the router losses, 0 leaves one out.
       orthogonal_form: `loss` adds the orthogonal loss to the objective; `step` subtracts its gradient from the gate after the
         optimiser, not scaled by the learning rate.
@@ -69,6 +70,11 @@ class MoETrainConfig:
     """
 
     dispatch: str = "auto"
+    exchange_dtype: str | None = None
+    exchange_backward: str | None = None
+    exchange_chunks: int = 1
+    exchange_order: str = "together"
+    expert_nodes: int | None = None
     grouped_matmul: str = "auto"
     capacity_factor: float | None = None
     router_temperature: float = 1.0
@@ -83,7 +89,7 @@ class MoETrainConfig:
     balance_scope: str = "step"
 
     def __post_init__(self) -> None:
-        one_of("config.moe", "dispatch", self.dispatch, DISPATCH)
+        check_exchange("config.moe", **{name: getattr(self, name) for name in EXCHANGE_FIELDS})
         one_of("config.moe", "grouped_matmul", self.grouped_matmul, GROUPED_MATMUL)
         one_of("config.moe", "orthogonal_form", self.orthogonal_form, ("loss", "step"))
         one_of("config.moe", "balance_scope", self.balance_scope, ("step", "microbatch"))
@@ -292,6 +298,12 @@ class RunConfig:
             raise ValueError(
                 f"config.moe.orthogonal_groups={self.moe.orthogonal_groups} does not divide the {moe.num_experts} experts"
             )
+        nodes, shards = self.moe.expert_nodes, self.mesh.expert
+        if nodes is not None and shards != -1 and shards % nodes:
+            raise ValueError(
+                f"config.moe.expert_nodes={nodes} does not divide config.mesh.expert={shards}; each node needs as many of the "
+                "expert axis's devices"
+            )
         # Raises now, before any work, on what only ComputeConfig checks.
         _ = self.compute
 
@@ -303,7 +315,7 @@ class RunConfig:
             remat=self.remat,
             attention=self.attention,
             loss_chunk=self.loss_chunk,
-            dispatch=self.moe.dispatch,
+            **{name: getattr(self.moe, name) for name in EXCHANGE_FIELDS},
             grouped_matmul=self.moe.grouped_matmul,
             capacity_factor=self.moe.capacity_factor,
             router_temperature=self.moe.router_temperature,

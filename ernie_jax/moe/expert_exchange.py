@@ -1,4 +1,4 @@
-"""Tokens to their experts and back, for the experts of all modalities in one exchange.
+"""Tokens to their experts and back, for the experts of all modalities in one exchange, or in parts (see `exchange_parts`).
 
 B batch, T tokens, D model, E experts of a modality, K chosen, F width of a modality's experts; g, t, f, R: one device's share.
 
@@ -10,12 +10,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.config.compute import ComputeConfig
-from ernie_jax.moe.dispatch import ExchangePlan, make_dispatcher, on_each_device, shard_major
+from ernie_jax.moe.dispatch import (
+    Dispatcher,
+    ExchangePlan,
+    Residuals,
+    exchange_formats,
+    make_dispatcher,
+    on_each_device,
+    shard_major,
+)
+from ernie_jax.moe.exchange_parts import after, chunk_slices, routing_of, set_exchanges
 from ernie_jax.moe.experts import Experts, ExpertStack, ExpertWeights
 from ernie_jax.moe.grouped_matmul import grouped_matmul
 from ernie_jax.moe.routing import Routing
@@ -70,25 +81,65 @@ def _on_device(
     plan: ExchangePlan,
 ) -> jax.Array:
     """[g, t, D] with this device's experts -> [g, t, D], the part that its slice of their width contributes."""
-    dispatcher = make_dispatcher(compute.dispatch, plan)
+    plan = replace(plan, formats=exchange_formats(compute.exchange_dtype, compute.exchange_backward), nodes=compute.expert_nodes)
     groups, tokens, dim = x.shape
-    flat = jax.tree.map(lambda a: a.reshape(groups * tokens, a.shape[-1]), routing)
-    rows, sizes, residuals = dispatcher.dispatch(x.reshape(groups * tokens, dim), flat)
-    row_weights, residuals = residuals.take_weights()
-    rows = checkpoint_name(rows, "expert_in")
-    each = plan.experts_per_shard // len(sets)
+    x, routing = jax.tree.map(lambda a: a.reshape(groups * tokens, a.shape[-1]), (x, routing))
+    # No chunk needs what another gives, so the exchange of one can go on while the experts of another compute.
+    chunks = []
+    for part in chunk_slices(groups * tokens, compute.exchange_chunks):
+        own = Routing(routing.expert_index[part], routing.weights[part])
+        chunks.append(_chunk(compute, hidden_act, x[part], own, sets, stacks, plan))
+    y = chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)
+    return y.reshape(groups, tokens, dim)
+
+
+def _chunk(
+    compute: ComputeConfig,
+    hidden_act: str,
+    x: jax.Array,
+    routing: Routing,
+    sets: Sequence[ExpertWeights],
+    stacks: Sequence[ExpertStack | None],
+    plan: ExchangePlan,
+) -> jax.Array:
+    """[n, D] through this device's part of all experts, all modalities in one exchange or each in its own."""
+    exchanges = set_exchanges(compute.exchange_order, len(sets), plan)
+    sent: list[tuple[Dispatcher, jax.Array, jax.Array, Residuals]] = []
+    for exchange in exchanges:
+        own = routing_of(exchange, routing, len(sets), plan)
+        dispatcher = make_dispatcher(compute.dispatch, exchange.plan)
+        before = sent[-1][2] if sent else None
+        sent.append((dispatcher, *dispatcher.dispatch(x, after(before, own, exchange.plan.num_experts))))
+    results = []
+    for exchange, (dispatcher, rows, sizes, residuals) in zip(exchanges, sent, strict=True):
+        row_weights, residuals = residuals.take_weights()
+        rows = checkpoint_name(rows, "expert_in")
+        served = [(sets[i], stacks[i]) for i in exchange.sets]
+        out = _experts(rows, row_weights, sizes, served, compute.grouped_matmul, hidden_act)
+        results.append(dispatcher.combine(out, residuals))
+    return functools.reduce(jnp.add, results)
+
+
+def _experts(
+    rows: jax.Array,
+    row_weights: jax.Array,
+    sizes: jax.Array,
+    sets: Sequence[tuple[ExpertWeights, ExpertStack | None]],
+    backend: str,
+    hidden_act: str,
+) -> jax.Array:
+    """rows [R, D], sorted by expert, the sets one behind the other -> [R, D], each row times its weight."""
+    each = sizes.shape[0] // len(sets)
     out: jax.Array | None = None
     with jax.named_scope("experts"):
-        for i, (weights, stack) in enumerate(zip(sets, stacks, strict=True)):
+        for i, (weights, stack) in enumerate(sets):
             own, before = sizes[i * each : (i + 1) * each], sizes[: i * each].sum() if i else None
-            product = functools.partial(
-                grouped_matmul, group_sizes=own, backend=compute.grouped_matmul, first_row=before, sets=len(sets)
-            )
+            product = functools.partial(grouped_matmul, group_sizes=own, backend=backend, first_row=before, sets=len(sets))
             part = _gated_products(rows, row_weights, weights, stack, product, hidden_act)
             # Rows of another modality are zero in it.
             out = part if out is None else out + part
     assert out is not None
-    return dispatcher.combine(out, residuals).reshape(groups, tokens, dim)
+    return out
 
 
 def _gated_products(
