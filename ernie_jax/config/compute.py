@@ -60,7 +60,7 @@ class ComputeConfig:
       remat: `none`, `full`, or the tags of the tensors to keep.
       dispatch: how tokens reach their experts; `auto` is local on one expert shard and all_to_all otherwise.
       exchange_dtype: format of rows on their way to the experts; None or `compute` leaves them in `dtype`, `bfloat16` is for
-        results and gradients too, `fp8` and `int8` are for the rows alone (see `moe.dispatch.quantized_rows`).
+        results and gradients too, `fp8` and `int8` are for the rows alone (see `parallel.quantized_rows`).
       exchange_backward: format of gradients on their way back; None for `bfloat16` with rows in it and `compute` otherwise.
       exchange_chunks: parts of a device's tokens that are exchanged one by one, so that the experts of one can run meanwhile.
       exchange_order: whether rows of text and of vision share buckets, or which of them travel first in buckets of their own.

@@ -35,9 +35,9 @@ def set_exchanges(order: str, sets: int, plan: ExchangePlan) -> list[SetExchange
     """The exchanges of a chunk, in the order in which they start: one for all sets, or one for each in buckets of its own.
 
     A bucket of its own must hold a batch of that modality alone, so apart the padded buffers are `sets` times as large; of
-    `ragged`, which pads nothing, they are not.
+    `ragged`, which pads nothing, they are not. Where all experts are at hand there is nothing to exchange, and one sort does.
     """
-    if order == "together" or sets == 1:
+    if order == "together" or sets == 1 or plan.shards == 1:
         return [SetExchange(tuple(range(sets)), plan)]
     own = replace(plan, num_experts=plan.num_experts // sets)
     return [SetExchange((number,), own) for number in _FIRST[order]]

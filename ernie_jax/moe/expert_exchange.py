@@ -86,7 +86,7 @@ def _on_device(
     x, routing = jax.tree.map(lambda a: a.reshape(groups * tokens, a.shape[-1]), (x, routing))
     # No chunk needs what another gives, so the exchange of one can go on while the experts of another compute.
     chunks = []
-    for part in chunk_slices(groups * tokens, compute.exchange_chunks):
+    for part in chunk_slices(groups * tokens, 1 if plan.shards == 1 else compute.exchange_chunks):
         own = Routing(routing.expert_index[part], routing.weights[part])
         chunks.append(_chunk(compute, hidden_act, x[part], own, sets, stacks, plan))
     y = chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ernie_jax.moe.dispatch.quantized_rows import RowFormat, from_words, row_format, to_words
 from ernie_jax.moe.permute import no_gradient
+from ernie_jax.parallel.quantized_rows import RowFormat, from_words, row_format, to_words
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,17 @@ def send_rows(
     """
     columns, slots, dtype = x.shape[-1], index.shape[-1], x.dtype
     forward, backward = row_format(formats.rows, dtype), row_format(formats.gradients, dtype)
-    index, weights = _ascending(index, weights, experts)
+    index, weights = ascending(index, weights, experts)
 
     def forth(x: jax.Array, weights: jax.Array, index: jax.Array, route: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        lists = jnp.concatenate([_write_experts(index, experts, forward), _write_weights(weights, forward)], -1)
+        lists = jnp.concatenate([write_experts(index, experts, forward), _write_weights(weights, forward)], -1)
         # What is kept for the backward pass, where it is, are the words, not the rows they are read as.
         words = checkpoint_name(mover.spread(forward.write(x), lists, route), "expert_received")
         width, bits = forward.width(columns), _mask_words(experts, forward)
         return (
             forward.read(words[:, :width], columns, dtype),
             _read_weights(words[:, width + bits :], forward, weights.dtype),
-            _read_experts(words[:, width : width + bits], experts, slots),
+            read_experts(words[:, width : width + bits], experts, slots),
         )
 
     def send_fwd(x: jax.Array, weights: jax.Array, index: jax.Array, route: Any) -> tuple[Any, Any]:
@@ -151,7 +151,7 @@ def _no_gradients(route: Any) -> Any:
     return jax.tree.map(no_gradient, route)
 
 
-def _ascending(index: jax.Array, weights: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+def ascending(index: jax.Array, weights: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """The slots of each row in the order of their experts, those of no expert last and of weight 0.
 
     By a sum over ranks: M is small, and a sort would have a scatter for its gradient.
@@ -167,7 +167,7 @@ def _mask_words(experts: int, row: RowFormat) -> int:
     return math.ceil(experts / (8 * row.word.itemsize))
 
 
-def _write_experts(index: jax.Array, experts: int, row: RowFormat) -> jax.Array:
+def write_experts(index: jax.Array, experts: int, row: RowFormat) -> jax.Array:
     """[..., M] -> [..., ceil(E / bits)]: bit b of word w says whether expert w bits + b is there."""
     bits = 8 * row.word.itemsize
     words = _mask_words(experts, row)
@@ -176,7 +176,7 @@ def _write_experts(index: jax.Array, experts: int, row: RowFormat) -> jax.Array:
     return jnp.sum(jnp.where(there.reshape(*index.shape[:-1], words, bits), powers, 0), -1, dtype=row.word)
 
 
-def _read_experts(words: jax.Array, experts: int, slots: int) -> jax.Array:
+def read_experts(words: jax.Array, experts: int, slots: int) -> jax.Array:
     """The experts of each row in ascending order: [S', M] int32, E where there are fewer."""
     bits = 8 * words.dtype.itemsize
     there = jnp.right_shift(words[..., None], jnp.arange(bits, dtype=words.dtype)) & 1

@@ -1,5 +1,7 @@
 """How rows are written for an exchange: as they are, in bfloat16, in 8-bit floats with a scale a tile, or in 8-bit integers.
 
+`fp8` is E4M3 with a scale for each 1 x 128 tile of a row, `int8` has one for the row.
+
 S rows, D columns, W words of a row. A written row is a run of words, unsigned integers of the width of the format's values:
 no backend widens integers on the wire, as XLA:CPU does with bfloat16, and the scales of a row stand behind its values.
 """
@@ -12,10 +14,6 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-
-TILE = 128
-FP8_MAX = 448.0
-INT8_MAX = 127.0
 
 
 class RowFormat(Protocol):
@@ -79,11 +77,20 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Fp8Tiles:
-    """E4M3 with a float32 scale for each 1 x 128 tile of a row: scale = max |x| / 448, and 1 for a tile of zeros.
+class Scaled:
+    """8-bit values with a float32 scale for each run of them: scale = max |x| / limit, and 1 for a run of zeros.
 
-    E4M3 for gradients too, as ERNIE's block-wise recipe has it: a tile's own scale makes E5M2's range needless.
+    What is not finite is not finite when read, by its scale; what is too small for a normal scale reads as zero.
+
+    Attributes:
+      values: `float8_e4m3fn` or `int8`, integers rounded to the nearest.
+      limit: largest magnitude of a value.
+      run: columns of a run, the last one of a row shorter; None for the whole row.
     """
+
+    values: str
+    limit: float
+    run: int | None
 
     @property
     def word(self) -> jnp.dtype:
@@ -96,54 +103,57 @@ class Fp8Tiles:
         return jnp.dtype("bfloat16")
 
     def width(self, columns: int) -> int:
-        """See `RowFormat`: D bytes and 4 for each tile."""
-        return columns + 4 * math.ceil(columns / TILE)
+        """See `RowFormat`: D bytes and 4 for each run."""
+        return columns + 4 * math.ceil(columns / (self.run or columns))
+
+    def quantize(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[..., D] -> (values [..., D], scales [..., runs] float32)."""
+        columns = rows.shape[-1]
+        runs = self._runs(rows.astype(jnp.float32))
+        scales = jnp.max(jnp.abs(runs), -1) / self.limit
+        # A quotient by a scale that is flushed to zero would be 0 / 0.
+        scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 1.0, scales)
+        scaled = runs / scales[..., None]
+        if self.values == "int8":
+            scaled = jnp.nan_to_num(jnp.round(scaled))
+        values = jnp.clip(scaled, -self.limit, self.limit).astype(self.values)
+        return values.reshape(*rows.shape[:-1], -1)[..., :columns], scales
+
+    def dequantize(self, values: jax.Array, scales: jax.Array) -> jax.Array:
+        """[..., D] float32 from what `quantize` gives."""
+        columns = values.shape[-1]
+        rows = self._runs(values.astype(jnp.float32)) * scales[..., None]
+        return rows.reshape(*values.shape[:-1], -1)[..., :columns]
 
     def write(self, rows: jax.Array) -> jax.Array:
         """See `RowFormat`."""
-        values, scales = quantize_fp8(rows)
+        values, scales = self.quantize(rows)
         return jnp.concatenate([to_words(values, self.word), to_words(scales, self.word)], -1)
 
     def read(self, words: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
         """See `RowFormat`."""
-        values = from_words(words[..., :columns], jnp.dtype("float8_e4m3fn"))
-        return dequantize_fp8(values, from_words(words[..., columns:], jnp.dtype("float32"))).astype(dtype)
+        values = from_words(words[..., :columns], jnp.dtype(self.values))
+        return self.dequantize(values, from_words(words[..., columns:], jnp.dtype("float32"))).astype(dtype)
+
+    def _runs(self, rows: jax.Array) -> jax.Array:
+        """[..., D] -> [..., runs, columns of a run], the last run filled with zeros; of a single run nothing is filled."""
+        columns, run = rows.shape[-1], self.run
+        if run is None or columns <= run:
+            return rows[..., None, :]
+        filled = jnp.pad(rows, (*((0, 0),) * (rows.ndim - 1), (0, -columns % run)))
+        return filled.reshape(*rows.shape[:-1], -1, run)
 
 
-@dataclass(frozen=True)
-class Int8Rows:
-    """Symmetric 8-bit integers with a float32 scale for each row: scale = max |x| / 127, and 1 for a row of zeros."""
-
-    @property
-    def word(self) -> jnp.dtype:
-        """See `RowFormat`."""
-        return jnp.dtype("uint8")
-
-    @property
-    def weights(self) -> jnp.dtype:
-        """See `RowFormat`."""
-        return jnp.dtype("bfloat16")
-
-    def width(self, columns: int) -> int:
-        """See `RowFormat`: D bytes and 4."""
-        return columns + 4
-
-    def write(self, rows: jax.Array) -> jax.Array:
-        """See `RowFormat`."""
-        values, scale = quantize_int8(rows)
-        return jnp.concatenate([to_words(values, self.word), to_words(scale, self.word)], -1)
-
-    def read(self, words: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
-        """See `RowFormat`."""
-        values = from_words(words[..., :columns], jnp.dtype("int8"))
-        return (values.astype(jnp.float32) * from_words(words[..., columns:], jnp.dtype("float32"))).astype(dtype)
-
+# E4M3 for gradients too, as ERNIE's block-wise recipe has it: a tile's own scale makes E5M2's range needless.
+FP8_TILES = Scaled("float8_e4m3fn", 448.0, 128)
+INT8_ROWS = Scaled("int8", 127.0, None)
+INT8_TILES = Scaled("int8", 127.0, 128)
 
 ROW_FORMATS: dict[str, RowFormat] = {
     "float32": Plain("float32"),
     "bfloat16": Plain("bfloat16"),
-    "fp8": Fp8Tiles(),
-    "int8": Int8Rows(),
+    "fp8": FP8_TILES,
+    "int8": INT8_ROWS,
 }
 
 
@@ -159,30 +169,6 @@ def row_format(name: str | None, dtype: jnp.dtype) -> RowFormat:
     return ROW_FORMATS[chosen]
 
 
-def quantize_fp8(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., D] -> (values [..., D] float8_e4m3fn, scales [..., ceil(D / 128)] float32). Not finite in, not finite out."""
-    columns = rows.shape[-1]
-    tiles = _tiles(rows.astype(jnp.float32))
-    scales = _scale(jnp.max(jnp.abs(tiles), -1), FP8_MAX)
-    values = jnp.clip(tiles / scales[..., None], -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
-    return values.reshape(*rows.shape[:-1], -1)[..., :columns], scales
-
-
-def dequantize_fp8(values: jax.Array, scales: jax.Array) -> jax.Array:
-    """[..., D] float32 from what `quantize_fp8` gives."""
-    columns = values.shape[-1]
-    rows = _tiles(values.astype(jnp.float32)) * scales[..., None]
-    return rows.reshape(*values.shape[:-1], -1)[..., :columns]
-
-
-def quantize_int8(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., D] -> (values [..., D] int8, scale [..., 1] float32), rounded to the nearest, ties to even."""
-    rows = rows.astype(jnp.float32)
-    scale = _scale(jnp.max(jnp.abs(rows), -1, keepdims=True), INT8_MAX)
-    # A row that is not finite keeps its scale so, and is not finite when read; its integers are any.
-    return jnp.clip(jnp.nan_to_num(jnp.round(rows / scale)), -INT8_MAX, INT8_MAX).astype(jnp.int8), scale
-
-
 def to_words(values: jax.Array, word: jnp.dtype) -> jax.Array:
     """The bits of [..., C] as words [..., C'] of at most the width of a value."""
     words = jax.lax.bitcast_convert_type(values, word)
@@ -193,18 +179,3 @@ def from_words(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The values [..., C] whose bits `to_words` gave."""
     each = dtype.itemsize // words.dtype.itemsize
     return jax.lax.bitcast_convert_type(words if each == 1 else words.reshape(*words.shape[:-1], -1, each), dtype)
-
-
-def _tiles(rows: jax.Array) -> jax.Array:
-    """[..., D] -> [..., ceil(D / 128), 128], the last tile filled with zeros; of a single narrow tile nothing is filled."""
-    columns = rows.shape[-1]
-    if columns <= TILE:
-        return rows[..., None, :]
-    filled = jnp.pad(rows, (*((0, 0),) * (rows.ndim - 1), (0, -columns % TILE)))
-    return filled.reshape(*rows.shape[:-1], -1, TILE)
-
-
-def _scale(largest: jax.Array, limit: float) -> jax.Array:
-    scale = largest / limit
-    # What is too small for a normal scale reads as zero: a quotient by a flushed scale would be 0 / 0.
-    return jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
