@@ -109,7 +109,8 @@ def _chunk(
         own = routing_of(exchange, routing, len(sets), plan)
         dispatcher = make_dispatcher(compute.dispatch, exchange.plan)
         before = sent[-1][2] if sent else None
-        sent.append((dispatcher, *dispatcher.dispatch(x, after(before, own, exchange.plan.num_experts))))
+        with jax.named_scope("moe_dispatch"):
+            sent.append((dispatcher, *dispatcher.dispatch(x, after(before, own, exchange.plan.num_experts))))
     results = []
     for exchange, (dispatcher, rows, sizes, residuals) in zip(exchanges, sent, strict=True):
         row_weights, residuals = residuals.take_weights()

@@ -42,10 +42,15 @@ class Collective:
         Raises:
           ValueError: a kind of which it is not known who sends what to whom.
         """
-        if self.kind not in ("all-to-all", "all-gather"):
-            raise ValueError(f"bytes between nodes of a {self.kind}; expected an all-to-all or an all-gather")
-        pairs = [(a // devices_per_node, b // devices_per_node, len(g)) for g in self.groups for a in g for b in g]
-        return sum(self.bytes // size for a, b, size in pairs if a != b)
+        if self.kind not in ("all-to-all", "all-gather", "reduce-scatter"):
+            raise ValueError(f"bytes between nodes of a {self.kind}; expected an all-to-all, an all-gather or a reduce-scatter")
+        total = 0
+        for group in self.groups:
+            nodes = [device // devices_per_node for device in group]
+            # Of a reduce-scatter each device sends every peer as much as a peer keeps.
+            each = self.bytes if self.kind == "reduce-scatter" else self.bytes // len(group)
+            total += each * sum(a != b for a in nodes for b in nodes)
+        return total
 
 
 def collectives(hlo: str) -> list[Collective]:
