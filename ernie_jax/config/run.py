@@ -131,6 +131,9 @@ class OptimizerConfig:
       decay_exclude: parameters whose path contains one of these have no weight decay.
       ema_decay: decay of the exponential moving average of the weights, None for no average.
       max_nonfinite: stop after this many skipped steps in a row.
+      gradient_compression: how gradients are summed over the data axis: `none` as they are, `int8` and `fp8` in 8 bits, `sparse`
+        the largest alone; what is rounded or left out is kept for the next step. For meshes of the data axis alone.
+      gradient_fraction: share of a gradient's elements that `sparse` sends.
     """
 
     b1: float = 0.9
@@ -141,8 +144,15 @@ class OptimizerConfig:
     decay_exclude: tuple[str, ...] = ("bias", "norm")
     ema_decay: float | None = None
     max_nonfinite: int = 10
+    gradient_compression: str = "none"
+    gradient_fraction: float = 0.1
 
     def __post_init__(self) -> None:
+        one_of("config.optimizer", "gradient_compression", self.gradient_compression, ("none", "int8", "fp8", "sparse"))
+        if not 0 < self.gradient_fraction <= 1:
+            raise ValueError(
+                f"config.optimizer.gradient_fraction={self.gradient_fraction}; expected a number above 0 and at most 1"
+            )
         for name in ("b1", "b2", "ema_decay"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
@@ -304,8 +314,23 @@ class RunConfig:
                 f"config.moe.expert_nodes={nodes} does not divide config.mesh.expert={shards}; each node needs as many of the "
                 "expert axis's devices"
             )
+        self._check_compression()
         # Raises now, before any work, on what only ComputeConfig checks.
         _ = self.compute
+
+    def _check_compression(self) -> None:
+        if self.optimizer.gradient_compression == "none":
+            return
+        sizes = {axis: size for axis, size in self.mesh.sizes.items() if axis != "data" and size != 1}
+        wrong = [f"config.mesh.{axis}={size}" for axis, size in sizes.items()]
+        # Each device holds whole gradients until they are summed.
+        wrong += ["config.mesh.zero=3"] if self.mesh.zero == 3 else []
+        wrong += ["a vision-language model"] if self.model.vision is not None else []
+        if wrong:
+            raise ValueError(
+                f"config.optimizer.gradient_compression={self.optimizer.gradient_compression!r} is for text models on a mesh of "
+                f"the data axis alone, with zero 0 or 1; here there is {', '.join(wrong)}. Change that, or set it to 'none'"
+            )
 
     @property
     def compute(self) -> ComputeConfig:

@@ -20,7 +20,7 @@ from ernie_jax.train.hooks import Moment
 from ernie_jax.train.state import TrainState, abstract_state
 
 # Settings that decide which arrays the state has. What decides the data is checked by the data iterator.
-_STRUCTURE = ("model", "trainable", "moe.freeze_gate", "optimizer.ema_decay")
+_STRUCTURE = ("model", "trainable", "moe.freeze_gate", "optimizer.ema_decay", "optimizer.gradient_compression")
 
 
 class RunCheckpoints:
@@ -115,6 +115,9 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _changes_structure(key: str, old: Any, new: Any) -> bool:
     if key == "optimizer.ema_decay":
         return (old is None) != (new is None)
+    if key == "optimizer.gradient_compression":
+        # Checkpoints from before there was any do not say so.
+        return (old or "none") != (new or "none")
     return any(key == part or key.startswith(f"{part}.") for part in _STRUCTURE)
 
 
