@@ -145,7 +145,7 @@ class OptimizerConfig:
     ema_decay: float | None = None
     max_nonfinite: int = 10
     gradient_compression: str = "none"
-    gradient_fraction: float = 0.1
+    gradient_fraction: float = 0.3
 
     def __post_init__(self) -> None:
         one_of("config.optimizer", "gradient_compression", self.gradient_compression, ("none", "int8", "fp8", "sparse"))

@@ -135,7 +135,7 @@ COMPRESSIONS: dict[str, Callable[[float], Compression]] = {
 }
 
 
-def make_compression(name: str, fraction: float = 0.1) -> Compression:
+def make_compression(name: str, fraction: float = 0.3) -> Compression:
     """The compression called `name`; `fraction` is for `sparse`.
 
     Raises:

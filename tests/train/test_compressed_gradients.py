@@ -1,4 +1,4 @@
-"""Gradients summed over data shards in 8 bits or sparsely: against the plain sum, what is left behind, and how far the loss falls."""
+"""Gradients summed over data shards in 8 bits or sparsely: against the plain sum, what is held back, how far the loss falls."""
 
 from dataclasses import replace
 
@@ -95,8 +95,9 @@ def losses(made, batch_of):
 def test_the_loss_falls_as_far(losses):
     plain = losses("none")
     assert plain[-4:].mean() < 0.6 * plain[:4].mean()
-    for name, near in (("int8", 0.02), ("fp8", 0.02), ("sparse", 0.1)):
-        rounded = losses(name)
+    for name, near in (("int8", 0.02), ("fp8", 0.02), ("sparse", 0.05)):
+        # Of a third of the elements what is left waits for a few steps, which shows in sixty.
+        rounded = losses(name, fraction=0.3)
         assert not np.array_equal(plain, rounded)
         assert rounded[-4:].mean() == pytest.approx(plain[-4:].mean(), rel=near), name
 
@@ -123,5 +124,5 @@ def test_refusals(tiny_run):
     # A mesh that takes what devices there are is known only then.
     run = tiny_run(optimizer={"gradient_compression": "int8"}, mesh={"data": -1})
     layout = run_layout(run, make_mesh(data=2, expert=2, devices=jax.devices()[:4]))
-    with pytest.raises(ValueError, match="the mesh has {'expert': 2}"):
+    with pytest.raises(ValueError, match=r"the mesh has \{'expert': 2\}"):
         make_compressed_gradients(run, layout)
