@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ernie_jax.config.bounds import at_least
-from ernie_jax.config.compute import ATTENTION, DISPATCH, DTYPES, GROUPED_MATMUL, PRECISIONS, ComputeConfig, Fp8Config, one_of
+from ernie_jax.config.compute import (
+    ATTENTION,
+    DTYPES,
+    EXCHANGE_FIELDS,
+    GROUPED_MATMUL,
+    PRECISIONS,
+    ComputeConfig,
+    Fp8Config,
+    check_exchange,
+    one_of,
+)
 from ernie_jax.config.data import DataConfig
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.pipeline import PipelineConfig
@@ -58,7 +68,8 @@ class MoETrainConfig:
     """Routing and balance during training.
 
     Attributes:
-      dispatch, grouped_matmul, capacity_factor, router_temperature: see ComputeConfig.
+      dispatch, exchange_dtype, exchange_backward, exchange_chunks, exchange_order, expert_nodes, grouped_matmul,
+      capacity_factor, router_temperature: see ComputeConfig.
       aux_loss_coef, z_loss_coef, orthogonal_coef: weights of the router losses, 0 leaves one out.
       orthogonal_form: `loss` adds the orthogonal loss to the objective; `step` subtracts its gradient from the gate after the
         optimiser, not scaled by the learning rate.
@@ -76,6 +87,11 @@ class MoETrainConfig:
     """
 
     dispatch: str = "auto"
+    exchange_dtype: str | None = None
+    exchange_backward: str | None = None
+    exchange_chunks: int = 1
+    exchange_order: str = "together"
+    expert_nodes: int | None = None
     grouped_matmul: str = "auto"
     capacity_factor: float | None = None
     router_temperature: float = 1.0
@@ -94,7 +110,7 @@ class MoETrainConfig:
     placement_threshold: float = 0.02
 
     def __post_init__(self) -> None:
-        one_of("config.moe", "dispatch", self.dispatch, DISPATCH)
+        check_exchange("config.moe", **{name: getattr(self, name) for name in EXCHANGE_FIELDS})
         one_of("config.moe", "grouped_matmul", self.grouped_matmul, GROUPED_MATMUL)
         one_of("config.moe", "orthogonal_form", self.orthogonal_form, ("loss", "step"))
         one_of("config.moe", "balance_scope", self.balance_scope, ("step", "microbatch"))
@@ -145,6 +161,9 @@ class OptimizerConfig:
         the default with FP8 too: scales of tiles follow the gradients, and bfloat16 has float32's range, so that a factor changes
         nothing but numbers near float32's smallest.
       loss_scale_growth: see `loss_scale`.
+      gradient_compression: how gradients are summed over the data axis: `none` as they are, `int8` and `fp8` in 8 bits, `sparse`
+        the largest alone; what is rounded or left out is kept for the next step. For meshes of the data axis alone.
+      gradient_fraction: share of a gradient's elements that `sparse` sends.
     """
 
     b1: float = 0.9
@@ -157,8 +176,15 @@ class OptimizerConfig:
     max_nonfinite: int = 10
     loss_scale: float | None = None
     loss_scale_growth: int = 2000
+    gradient_compression: str = "none"
+    gradient_fraction: float = 0.3
 
     def __post_init__(self) -> None:
+        one_of("config.optimizer", "gradient_compression", self.gradient_compression, ("none", "int8", "fp8", "sparse"))
+        if not 0 < self.gradient_fraction <= 1:
+            raise ValueError(
+                f"config.optimizer.gradient_fraction={self.gradient_fraction}; expected a number above 0 and at most 1"
+            )
         for name in ("b1", "b2", "ema_decay"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
@@ -352,8 +378,32 @@ class RunConfig:
             )
         if self.moe.placement_every and moe is None:
             raise ValueError(f"config.moe.placement_every={self.moe.placement_every}, but the model has no experts; set it to 0")
+        nodes, shards = self.moe.expert_nodes, self.mesh.expert
+        if nodes is not None and shards != -1 and shards % nodes:
+            raise ValueError(
+                f"config.moe.expert_nodes={nodes} does not divide config.mesh.expert={shards}; each node needs as many of the "
+                "expert axis's devices"
+            )
+        self._check_compression()
         # Raises now, before any work, on what only ComputeConfig checks.
         _ = self.compute
+
+    def _check_compression(self) -> None:
+        if self.optimizer.gradient_compression == "none":
+            return
+        sizes = {axis: size for axis, size in self.mesh.sizes.items() if axis != "data" and size != 1}
+        wrong = [f"config.mesh.{axis}={size}" for axis, size in sizes.items()]
+        # Each device holds whole gradients until they are summed.
+        wrong += ["config.mesh.zero=3"] if self.mesh.zero == 3 else []
+        wrong += ["a vision-language model"] if self.model.vision is not None else []
+        wrong += ["config.optimizer.loss_scale"] if self.optimizer.loss_scale is not None else []
+        wrong += ["config.precision='fp8'"] if self.precision == "fp8" else []
+        if wrong:
+            raise ValueError(
+                f"config.optimizer.gradient_compression={self.optimizer.gradient_compression!r} is for text models on a mesh of "
+                "the data axis alone, with zero 0 or 1, without FP8 and its loss scale; here there is "
+                f"{', '.join(wrong)}. Change that, or set it to 'none'"
+            )
 
     @property
     def microbatches(self) -> int:
@@ -380,7 +430,7 @@ class RunConfig:
             remat=self.remat,
             attention=self.attention,
             loss_chunk=self.loss_chunk,
-            dispatch=self.moe.dispatch,
+            **{name: getattr(self.moe, name) for name in EXCHANGE_FIELDS},
             grouped_matmul=self.moe.grouped_matmul,
             capacity_factor=self.moe.capacity_factor,
             router_temperature=self.moe.router_temperature,

@@ -1,4 +1,4 @@
-"""Tokens to their experts and back, for the experts of all modalities in one exchange.
+"""Tokens to their experts and back, for the experts of all modalities in one exchange, or in parts (see `exchange_parts`).
 
 B batch, T tokens, D model, E experts of a modality, K chosen, F width of a modality's experts; g, t, f, R: one device's share.
 
@@ -9,13 +9,24 @@ by expert, the text rows first, so that each modality's rows stand together: two
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.config.compute import ComputeConfig
-from ernie_jax.moe.dispatch import ExchangePlan, make_dispatcher, on_each_device, shard_major
+from ernie_jax.moe.dispatch import (
+    Dispatcher,
+    ExchangePlan,
+    Residuals,
+    exchange_formats,
+    make_dispatcher,
+    on_each_device,
+    shard_major,
+)
+from ernie_jax.moe.exchange_parts import after, chunk_slices, routing_of, set_exchanges
 from ernie_jax.moe.experts import Experts, ExpertStack, ExpertWeights, QuantizedExperts
 from ernie_jax.moe.fp8_experts import Fp8Experts
 from ernie_jax.moe.grouped_matmul import grouped_matmul
@@ -29,6 +40,9 @@ from ernie_jax.sharding import current_layout
 # What the backward pass of `remat="none"` keeps: the rest is cheaper to compute again than to write and read.
 _KEEP = jax.checkpoint_policies.save_only_these_names("expert_gate_up", "vision_expert_gate_up", "expert_sort", "expert_received")
 
+# Of each set of experts, what the casts to FP8 lost; empty without FP8.
+Counts = tuple[Fp8Counts, ...]
+
 
 def apply_experts(
     x: jax.Array,
@@ -37,7 +51,7 @@ def apply_experts(
     stacks: Sequence[ExpertStack | QuantizedExperts | None],
     compute: ComputeConfig,
     hidden_act: str,
-) -> tuple[jax.Array, tuple[Fp8Counts, ...]]:
+) -> tuple[jax.Array, Counts]:
     """Each token's weighted sum of its experts' outputs.
 
     Args:
@@ -57,7 +71,7 @@ def apply_experts(
     index = to_places(routing.expert_index, [None if experts.place is None else experts.place[...] for experts in sets])
     index = shard_major(index, num_experts, len(sets), shards)
     routing = Routing(index, routing.weights.astype(x.dtype))
-    on_device: Callable[..., tuple[jax.Array, tuple[Fp8Counts, ...]]] = functools.partial(_on_device, compute, hidden_act)
+    on_device: Callable[..., tuple[jax.Array, Counts]] = functools.partial(_on_device, compute, hidden_act)
     if compute.remat == "none":
         on_device = jax.checkpoint(on_device, static_argnums=4, prevent_cse=False, policy=_KEEP)
     if layout is None or layout.mesh.size == 1:
@@ -73,37 +87,87 @@ def _on_device(
     sets: Sequence[ExpertWeights],
     stacks: Sequence[ExpertStack | QuantizedExperts | None],
     plan: ExchangePlan,
-) -> tuple[jax.Array, tuple[Fp8Counts, ...]]:
+) -> tuple[jax.Array, Counts]:
     """[g, t, D] with this device's experts -> ([g, t, D], the part that its slice of their width contributes; see above)."""
-    dispatcher = make_dispatcher(compute.dispatch, plan)
+    plan = replace(plan, formats=exchange_formats(compute.exchange_dtype, compute.exchange_backward), nodes=compute.expert_nodes)
     groups, tokens, dim = x.shape
-    flat = jax.tree.map(lambda a: a.reshape(groups * tokens, a.shape[-1]), routing)
-    rows, sizes, residuals = dispatcher.dispatch(x.reshape(groups * tokens, dim), flat)
-    row_weights, residuals = residuals.take_weights()
-    if compute.fp8 is None:
-        rows = checkpoint_name(rows, "expert_in")
-    each = plan.experts_per_shard // len(sets)
+    x, routing = jax.tree.map(lambda a: a.reshape(groups * tokens, a.shape[-1]), (x, routing))
+    # No chunk needs what another gives, so the exchange of one can go on while the experts of another compute.
+    chunks = []
+    for part in chunk_slices(groups * tokens, 1 if plan.shards == 1 else compute.exchange_chunks):
+        own = Routing(routing.expert_index[part], routing.weights[part])
+        chunks.append(_chunk(compute, hidden_act, x[part], own, sets, stacks, plan))
+    parts, counts = zip(*chunks, strict=True)
+    y = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return y.reshape(groups, tokens, dim), _total(counts)
+
+
+def _total(counts: Sequence[Counts]) -> Counts:
+    total: Counts = jax.tree.map(lambda *values: functools.reduce(jnp.add, values), *counts)
+    return total
+
+
+def _chunk(
+    compute: ComputeConfig,
+    hidden_act: str,
+    x: jax.Array,
+    routing: Routing,
+    sets: Sequence[ExpertWeights],
+    stacks: Sequence[ExpertStack | QuantizedExperts | None],
+    plan: ExchangePlan,
+) -> tuple[jax.Array, Counts]:
+    """[n, D] through this device's part of all experts, all modalities in one exchange or each in its own."""
+    exchanges = set_exchanges(compute.exchange_order, len(sets), plan)
+    sent: list[tuple[Dispatcher, jax.Array, jax.Array, Residuals]] = []
+    for exchange in exchanges:
+        own = routing_of(exchange, routing, len(sets), plan)
+        dispatcher = make_dispatcher(compute.dispatch, exchange.plan)
+        before = sent[-1][2] if sent else None
+        with jax.named_scope("moe_dispatch"):
+            sent.append((dispatcher, *dispatcher.dispatch(x, after(before, own, exchange.plan.num_experts))))
+    results = []
+    counts: dict[int, Fp8Counts] = {}
+    for exchange, (dispatcher, rows, sizes, residuals) in zip(exchanges, sent, strict=True):
+        row_weights, residuals = residuals.take_weights()
+        if compute.fp8 is None:
+            rows = checkpoint_name(rows, "expert_in")
+        served = {i: (sets[i], stacks[i]) for i in exchange.sets}
+        out, lost = _experts(rows, row_weights, sizes, served, compute, hidden_act)
+        results.append(dispatcher.combine(out, residuals))
+        counts |= lost
+    return functools.reduce(jnp.add, results), tuple(counts[i] for i in sorted(counts))
+
+
+def _experts(
+    rows: jax.Array,
+    row_weights: jax.Array,
+    sizes: jax.Array,
+    sets: Mapping[int, tuple[ExpertWeights, ExpertStack | QuantizedExperts | None]],
+    compute: ComputeConfig,
+    hidden_act: str,
+) -> tuple[jax.Array, dict[int, Fp8Counts]]:
+    """rows [R, D], sorted by expert, the sets one behind the other -> ([R, D], each row times its weight; FP8's losses by set)."""
+    each = sizes.shape[0] // len(sets)
     out: jax.Array | None = None
-    counts: list[Fp8Counts] = []
+    counts: dict[int, Fp8Counts] = {}
     with jax.named_scope("experts"):
-        for i, (weights, stack) in enumerate(zip(sets, stacks, strict=True)):
+        for i, (number, (weights, stack)) in enumerate(sets.items()):
             own, before = sizes[i * each : (i + 1) * each], sizes[: i * each].sum() if i else None
             if compute.fp8 is None:
                 assert not isinstance(stack, QuantizedExperts)
                 product = functools.partial(
                     grouped_matmul, group_sizes=own, backend=compute.grouped_matmul, first_row=before, sets=len(sets)
                 )
-                tag = "vision_expert" if i else "expert"
+                tag = "vision_expert" if number else "expert"
                 part = _gated_products(rows, row_weights, weights, stack, product, hidden_act, tag)
             else:
                 assert not isinstance(stack, ExpertStack)
                 experts = Fp8Experts(compute.fp8, GroupedProducts(compute.grouped_matmul, len(sets)), hidden_act)
-                part, count = experts(rows, row_weights, weights, stack or weights.quantized(), RowGroups(own, before))
-                counts.append(count)
+                part, counts[number] = experts(rows, row_weights, weights, stack or weights.quantized(), RowGroups(own, before))
             # Rows of another modality are zero in it.
             out = part if out is None else out + part
     assert out is not None
-    return dispatcher.combine(out, residuals).reshape(groups, tokens, dim), tuple(counts)
+    return out, counts
 
 
 def _gated_products(
