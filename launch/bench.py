@@ -16,9 +16,10 @@ from collections.abc import Sequence
 BENCHES = {
     "moe": "grouped matmuls of the experts against the dense matmul of equal FLOPs",
     "compile": "compile time of a deep training step against a shallow one of the same layers",
-    "train": "training step: tokens/s, MFU, memory; against transformers, or on meshes of fake devices",
+    "train": "training step: tokens/s, MFU, memory; against transformers, or on meshes of fake devices with shares of collectives",
     "prefill": "prompts read into a cache: tokens/s, MFU; against transformers",
     "decode": "greedy generation: tokens/s, share of memory bandwidth; against transformers",
+    "pipeline": "schedules side by side: memory against microbatches, ticks and bubble against the simulator, time",
     "scaling": "step time against tokens, experts, layers, vocabulary and sequence, with fitted exponents",
     "placement": "balance of devices and nodes before and after experts are moved, on a skewed, drifting stream",
     "device": "the whole set on one GPU: training, prefill, decoding, grouped matmuls; MFU and share of memory bandwidth",

@@ -82,7 +82,8 @@ def collective_seconds(folder: Path, kinds: Mapping[str, str]) -> dict[str, floa
 def collective_table(shares: Mapping[str, Mapping[str, float]]) -> Table:
     """One row a mesh: the share of a step in each kind and in all."""
     table = Table(
-        title="share of the step in collectives, mean over devices", caption="from a profile; waiting for other devices is part of it"
+        title="share of the step in collectives, mean over devices",
+        caption="from a profile; waiting for other devices is part of it",
     )
     for heading in ("mesh", *KINDS, "all"):
         table.add_column(heading, justify="left" if heading == "mesh" else "right")

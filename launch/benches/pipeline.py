@@ -31,9 +31,9 @@ from benches.train import parse_mesh, training_batch
 from benches.workers import Worker, take_turns
 from ernie_jax.config.pipeline import PIPELINE_SCHEDULES, PipelineConfig
 from ernie_jax.config.run import MoETrainConfig, RunConfig
-from ernie_jax.models import batch_shardings
+from ernie_jax.models import batch_shardings, run_once_options
 from ernie_jax.objectives.step_totals import StepTotals
-from ernie_jax.parallel.pipeline import StagePlan, simulate
+from ernie_jax.parallel.pipeline import StagePlan, make_timetable, simulate
 from ernie_jax.sharding import use_layout
 from ernie_jax.train.gradients import loss_weights, split_microbatches, token_weights_of
 from ernie_jax.train.pipeline import PipelinedGradients
@@ -64,7 +64,7 @@ class Schedules:
             layout = run_layout(run, mesh_of(run))
             batch = jax.device_put(training_batch(options["tokens"]), batch_shardings(layout, multimodal=False))
             state = init_state(run, layout)
-            compiled, larger = _compiled(run), _compiled(more)
+            compiled, larger = _compiled(run), _compiled(more, run_once_options())
             self.facts[name] = {
                 "temp_bytes": [_temp_bytes(compiled), _temp_bytes(larger)],
                 "ticks": _ticks(compiled.as_text()),
@@ -107,8 +107,9 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     ids = random_tokens(vars(args), args.rows * args.microbatches, args.tokens)
     console = Console()
     console.print(
-        f"{', '.join(runs)} on {args.mesh} of fake devices: steps of {args.microbatches} microbatches of {args.rows} x {args.tokens} "
-        f"tokens, memory at {args.more_microbatches} too; {args.layers} layers, {args.dtype}; nine programs to compile first"
+        f"{', '.join(runs)} on {args.mesh} of fake devices: steps of {args.microbatches} microbatches of {args.rows} x "
+        f"{args.tokens} tokens, memory at {args.more_microbatches} too; {args.layers} layers, {args.dtype}; "
+        "nine programs to compile first"
     )
     environment = fake_devices(math.prod(sizes.values()), cpu=True)
     with Worker("benches.pipeline:Schedules", {"runs": runs, "tokens": ids}, environment=environment) as worker:
@@ -126,8 +127,8 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     console.print(_table(args, found))
     grown, ratio = found["1f1b"]["growth"], found["1f1b"]["wall_ratio"]
     console.print(
-        f"temporary bytes of 1f1b grow by {grown:.1%} from {args.microbatches} to {args.more_microbatches} microbatches, of gpipe by "
-        f"{found['gpipe']['growth']:.1%}; 1f1b takes {ratio:.2f} times as long as gpipe, medians of {len(rounds)} rounds"
+        f"temporary bytes of 1f1b grow by {grown:.1%} from {args.microbatches} to {args.more_microbatches} microbatches, of gpipe "
+        f"by {found['gpipe']['growth']:.1%}; 1f1b takes {ratio:.2f} times as long as gpipe, medians of {len(rounds)} rounds"
     )
     return {
         "bench": "pipeline",
@@ -143,11 +144,12 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _compiled(run: RunConfig) -> Any:
+def _compiled(run: RunConfig, options: Any = None) -> Any:
+    """The training step; the compiler's `options` for programs that hardly run change none of its buffers."""
     layout = run_layout(run, mesh_of(run))
     shape = jax.ShapeDtypeStruct((run.batch_size, run.seq_len), np.int32)
     batch = dict.fromkeys(training_batch(np.zeros((1, 2), np.int32)), shape)
-    return make_train_step(run, layout).lower(abstract_state(run, layout), batch).compile()
+    return make_train_step(run, layout).lower(abstract_state(run, layout), batch).compile(options)
 
 
 def _temp_bytes(compiled: Any) -> int:
@@ -173,7 +175,7 @@ def _active(run: RunConfig, state: Any, batch: Any) -> list[list[int]]:
             parts = split_microbatches(batch, run.parts)
         return gradients(values, fixed, parts, totals, count_first=False).active
 
-    active: list[list[int]] = jax.device_get(jax.jit(counted)(state, batch)).tolist()
+    active: list[list[int]] = jax.device_get(jax.jit(counted, compiler_options=run_once_options())(state, batch)).tolist()
     return active
 
 
@@ -196,7 +198,7 @@ def _runs(args: argparse.Namespace, schedule: str, sizes: Mapping[str, int]) -> 
 
 def _fields(args: argparse.Namespace, run: RunConfig, facts: Mapping[str, Any], rounds: Sequence[Any], name: str) -> dict[str, Any]:
     stages, virtual, count = run.mesh.pipeline, run.pipeline.virtual_stages, args.microbatches
-    table = PipelinedGradients.timetable_of(run, stages)
+    table = make_timetable(name, stages=stages, microbatches=count, virtual_stages=virtual)
     # A stage makes activations again in its backward. As long as all stages are equal, any two costs give the same bubble.
     simulated = simulate(table, 1.0, 3.0)
     if facts["active"] != simulated.active.tolist() or facts["ticks"] not in (None, simulated.ticks):
@@ -227,7 +229,9 @@ def _fields(args: argparse.Namespace, run: RunConfig, facts: Mapping[str, Any], 
 
 def _table(args: argparse.Namespace, found: Mapping[str, Mapping[str, Any]]) -> Table:
     few, many = args.microbatches, args.more_microbatches
-    table = Table(title=f"pipeline schedules on {args.mesh}", caption="active: forwards and backwards of all stages, run = simulated")
+    table = Table(
+        title=f"pipeline schedules on {args.mesh}", caption="active: forwards and backwards of all stages, run = simulated"
+    )
     headings = ("", f"temp MB, M={few}", f"M={many}", "growth", "ticks", "active", "bubble", "formula")
     for heading in (*headings, "wall, ms", "ratio", "processor, ms", "ratio"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -258,6 +262,8 @@ def _check(args: argparse.Namespace) -> dict[str, int]:
     if args.more_microbatches <= args.microbatches:
         raise ValueError(f"--more-microbatches {args.more_microbatches} must be above --microbatches {args.microbatches}")
     if args.rows % shards:
-        raise ValueError(f"--rows {args.rows}: --mesh {args.mesh} splits a microbatch over {shards} devices; give a multiple of them")
+        raise ValueError(
+            f"--rows {args.rows}: --mesh {args.mesh} splits a microbatch over {shards} devices; give a multiple of them"
+        )
     StagePlan.spread(args.layers - 1, stages, args.virtual_stages)
     return sizes

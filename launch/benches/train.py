@@ -207,7 +207,7 @@ def _batch_shape(args: argparse.Namespace, meshes: Mapping[str, Mapping[str, int
     for text, count in rows.items():
         if batch_size % count:
             raise ValueError(
-                f"--mesh {text} splits the batch into {count} parts, for devices and microbatches, which {batch_size} rows do not give; "
+                f"--mesh {text} splits the batch by devices and microbatches into {count} parts, not so {batch_size} rows; "
                 f"give --batch-size a multiple of {count}"
             )
     return batch_size, tokens
