@@ -3,7 +3,11 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
+from ernie_jax.config.pipeline import PipelineConfig
+from ernie_jax.config.run import DataConfig, EvalConfig
 from ernie_jax.parallel.pipeline import make_timetable, simulate
+from ernie_jax.testing import tiny_moe
+from ernie_jax.train import train
 from ernie_jax.train.pipeline_plot import plot_timetable, timetable_figure
 
 
@@ -50,3 +54,20 @@ def test_work_too_narrow_for_a_number_has_none():
 def test_nothing_to_draw_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no schedule to draw"):
         plot_timetable({}, tmp_path / "none.png")
+
+
+def test_a_run_with_stages_draws_its_schedule(tiny_run, tmp_path):
+    run = tiny_run(
+        model=tiny_moe(vocab_size=300, num_experts_per_tok=2),
+        steps=1,
+        mesh={"pipeline": 2, "data": 4},
+        pipeline=PipelineConfig(microbatches=2),
+        data=DataConfig(kind="standard_library", max_bytes=300_000),
+        eval=EvalConfig(batches=1),
+        moe={"balance_scope": "microbatch"},
+    )
+    lines = []
+    train(run, tmp_path, say=lines.append)
+    assert imread(tmp_path / "plots" / "pipeline.png").shape[2] >= 3
+    # One stage of two waits for one microbatch at the beginning, the other at the end.
+    assert "1f1b, 2 stages x 1 with 1 1 layer units, 2 microbatches: bubble 33%" in lines[0]
