@@ -89,8 +89,9 @@ def _draw(axes: Any, name: str, found: Simulation, longest: float) -> None:
     axes.legend(handles=[*handles, Patch(color=_IDLE, label="waits")], loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
 
 
-def _colour(backward: bool, chunk: int, chunks: int) -> tuple[float, ...]:
-    return tuple(colormaps[_COLOURS[backward]](float(np.linspace(0.4, 0.8, chunks)[chunk])))
+def _colour(backward: bool, chunk: int, chunks: int) -> tuple[float, float, float, float]:
+    red, green, blue, alpha = colormaps[_COLOURS[backward]](float(np.linspace(0.4, 0.8, chunks)[chunk]))
+    return red, green, blue, alpha
 
 
 def _write_number(axes: Any, span: Span, chunks: int) -> None:

@@ -31,7 +31,7 @@ COMMAND = ["train", *SMALL]
 
 
 def bench(*arguments):
-    return subprocess.run([sys.executable, SCRIPT, "train", *arguments], capture_output=True, text=True, timeout=240)
+    return subprocess.run([sys.executable, SCRIPT, "train", *arguments], capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
