@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
-NAMES = ("01_mesh_and_rules", "02_inside_a_router")
+NAMES = ("01_mesh_and_rules", "02_inside_a_router", "03_pipeline_schedules")
 
 
 def _execute(name: str, facts: str, folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -127,3 +127,31 @@ def test_inside_a_router(tmp_path: Path) -> None:
     # Every setting learns more than the token frequencies, and none beats the chain itself.
     low, high = found["entropy"]
     assert all(low < loss < high for loss in found["loss"].values())
+
+
+def test_pipeline_schedules(tmp_path: Path) -> None:
+    facts = """{
+        "bubble": {name: found.bubble for name, found in simulations.items()},
+        "duration": {name: found.duration for name, found in simulations.items()},
+        "waiting": {name: [int(f.waiting.max()) for f in found] for name, found in grown.items()},
+        "losses": [reference_loss, loss],
+        "worst": max(difference.values()),
+        "compared": len(difference),
+        "split": list(split[8].values()) + list(split[32].values()),
+        "whole": list(whole.values()),
+    }"""
+    notebook, found = _execute("03_pipeline_schedules", facts, tmp_path)
+    assert _images(notebook) == dict.fromkeys(("tables", "growth", "differences"), 1)
+    assert found["bubble"] == pytest.approx({"gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 3 / 19})
+    # (v M + S - 1) (1 + 3) / v.
+    assert found["duration"] == pytest.approx({"gpipe": 44, "1f1b": 44, "interleaved": 38})
+    assert found["waiting"]["gpipe"] == [4, 8, 16, 32, 64]
+    assert len(set(found["waiting"]["1f1b"][1:])) == len(set(found["waiting"]["interleaved"][2:])) == 1
+    assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-5)
+    assert found["worst"] < 1e-5 and found["compared"] > 10
+    # No schedule ends before each stage has done its work and the last stage has got its first input.
+    work = [(1 + 2 + weights) * count for count in (8, 32) for weights in (1, 2, 3)]
+    assert all(w + 3 <= time <= w + 9 for w, time in zip(work, found["split"], strict=True))
+    # Against 44 and 140 whole.
+    assert found["whole"] == [44, 140]
+    assert found["split"][0] < 44 < found["split"][2] and found["split"][3] < 140 < found["split"][4]

@@ -16,7 +16,7 @@ from ernie_jax.config.parameters import count_parameters
 from ernie_jax.config.run import RunConfig
 from ernie_jax.data import Tokenizer, unigram_entropy
 from ernie_jax.models import TextModel, batch_shardings
-from ernie_jax.parallel.pipeline import make_timetable, simulate
+from ernie_jax.parallel.pipeline import Simulation, make_timetable, simulate
 from ernie_jax.sharding import Layout
 from ernie_jax.train.balance import BalanceHook, PlacementHook, check_placement
 from ernie_jax.train.data import image_balance, open_data
@@ -25,6 +25,7 @@ from ernie_jax.train.gradients import check_batch_size
 from ernie_jax.train.hooks import CheckpointHook, EvalHook, Hook, LogHook, ProfileHook, SampleHook
 from ernie_jax.train.imbalance import imbalance_guard
 from ernie_jax.train.loop import Loop
+from ernie_jax.train.pipeline_plot import plot_timetable
 from ernie_jax.train.plots import plot_run
 from ernie_jax.train.preemption import StopSignal
 from ernie_jax.train.progress import Progress
@@ -71,7 +72,8 @@ class RunResult:
 def train(run: RunConfig, workdir: Path, *, generate: Generate | None = None, say: Callable[[str], None] = print) -> RunResult:
     """Train in `workdir` until the last step, going on from its latest whole checkpoint when there is one.
 
-    Writes `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and at the end `export/`, `plots/`, `result.json`.
+    Writes `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`, of a run with stages `plots/pipeline.png`, and at the end
+    `export/`, `plots/`, `result.json`.
 
     Args:
       run: the configuration.
@@ -116,6 +118,8 @@ class _Trainer:
                 self.say(f"Resuming after step {resumed} of {run.steps}")
             if jax.process_index() == 0:
                 (workdir / "config.json").write_text(json.dumps(run.to_dict(), indent=2) + "\n")
+                if self.layout.mesh.shape["pipeline"] > 1:
+                    plot_timetable({run.pipeline.schedule: _simulation(run, self.layout)}, workdir / "plots" / "pipeline.png")
                 rewind_records(workdir / "metrics.jsonl", resumed or 0)
                 result.unlink(missing_ok=True)
             state = self._loop(state or starting_state(run, self.layout), checkpoints, stop)
@@ -242,10 +246,16 @@ def _pipeline_line(run: RunConfig, layout: Layout) -> dict[str, str]:
     stages, settings = layout.mesh.shape["pipeline"], run.pipeline
     if stages == 1:
         return {}
-    table = make_timetable(settings.schedule, stages=stages, microbatches=run.parts, virtual_stages=settings.virtual_stages)
-    found, plan = simulate(table), ModelStages(run, layout).plan
+    found, plan = _simulation(run, layout), ModelStages(run, layout).plan
     layers = " ".join(str(count) for count in plan.counts)
     return {
         "Pipeline": f"{settings.schedule}, {stages} stages x {settings.virtual_stages} with {layers} layer units, "
         f"{run.parts} microbatches: bubble {found.bubble:.0%}, at most {found.waiting.max()} inputs wait at a stage"
     }
+
+
+def _simulation(run: RunConfig, layout: Layout) -> Simulation:
+    """The run's schedule, with a backward that makes its activations again: three forwards long."""
+    settings, stages = run.pipeline, layout.mesh.shape["pipeline"]
+    table = make_timetable(settings.schedule, stages=stages, microbatches=run.parts, virtual_stages=settings.virtual_stages)
+    return simulate(table, 1.0, 3.0)

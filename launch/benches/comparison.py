@@ -46,7 +46,7 @@ class Measured:
       rounds: side -> part -> {"seconds", "cpu_seconds"}, one a round.
       results: side -> part -> what each run returned, the `WARM_UP` untimed ones first.
       memory: side -> {"peak", "net"}, resident bytes.
-      facts: side -> what it says of itself.
+      facts: side -> what it says of itself, before and after the rounds.
       other_cores: how many cores other processes held during the rounds, on average; None where the system does not tell.
     """
 
@@ -140,7 +140,7 @@ def measure(
             rounds,
             {name: worker.results() for name, worker in workers.items()},
             {name: worker.memory() for name, worker in workers.items()},
-            {name: worker.facts for name, worker in workers.items()},
+            {name: worker.facts | worker.final() for name, worker in workers.items()},
             others,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -78,8 +79,10 @@ def model_config(options: Mapping[str, object], *, tokens: int) -> ModelConfig:
     )
 
 
-def run_config(options: Mapping[str, object], *, batch_size: int, tokens: int, mesh: Mapping[str, int] | None = None) -> RunConfig:
-    """A training run of that model with the library's defaults, at a constant learning rate.
+def run_config(
+    options: Mapping[str, object], *, batch_size: int, tokens: int, mesh: Mapping[str, int] | None = None, **sections: Any
+) -> RunConfig:
+    """A training run of that model with the library's defaults, at a constant learning rate; `sections` are further ones.
 
     Raises:
       ValueError: sizes that do not fit each other.
@@ -94,6 +97,7 @@ def run_config(options: Mapping[str, object], *, batch_size: int, tokens: int, m
         mesh=MeshConfig(**(mesh or {})),
         schedule=ScheduleConfig(kind="constant"),
         data=DataConfig(kind="standard_library"),
+        **sections,
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benches.collective_profile import collective_table, profile_collectives
 from benches.comparison import (
     MACHINE,
     OURS,
@@ -41,14 +42,16 @@ from benches.model import add_model_arguments, check_at_least, random_tokens, ru
 from benches.provenance import provenance
 from benches.rival import ENVIRONMENT
 from ernie_jax.checkpoint import save_pretrained
+from ernie_jax.config.pipeline import PIPELINE_SCHEDULES, PipelineConfig
 from ernie_jax.config.run import RunConfig
 from ernie_jax.models import batch_shardings
+from ernie_jax.parallel.pipeline import StagePlan
 from ernie_jax.sharding import one_device_mesh
 from ernie_jax.train.state import init_state, mesh_of, run_layout
 from ernie_jax.train.step import make_train_step, model_of
 
 BATCH, MESH_BATCH = (4, 512), (8, 256)
-MESH_AXES = ("data", "expert", "tensor")
+MESH_AXES = ("data", "expert", "tensor", "pipeline")
 # Largest relative difference of the first losses, and of what one update changes them by.
 TOLERANCE = {"float32": (1e-4, 0.02), "bfloat16": (5e-3, 0.2)}
 
@@ -59,7 +62,8 @@ def load() -> None:
 
 
 class Step:
-    """Our side: `options["run"]`, its `tokens` [B, T], and a `folder` for an export of the first weights, or None."""
+    """Our side: `options["run"]`, its `tokens` [B, T], a `folder` for an export of the first weights, or None, and how many
+    `profiled` steps to read the shares of collectives from at the end, 0 where it is left out."""
 
     parts: Sequence[str] = ("step",)
 
@@ -72,6 +76,11 @@ class Step:
         self._batch = jax.device_put(training_batch(options["tokens"]), batch_shardings(layout, multimodal=False))
         if options["folder"] is not None:
             save_pretrained(model_of(run, layout, self._state), options["folder"])
+        self._profiled: int = options.get("profiled", 0)
+        if self._profiled:
+            # The text of a program has the names of the instructions that a profile of it has.
+            compiled = self._step.lower(self._state, self._batch).compile()
+            self._step, self._hlo = compiled, compiled.as_text()
         leaves = jax.tree.leaves(self._state.params)
         self.facts: dict[str, Any] = {
             "devices": mesh.size,
@@ -84,6 +93,12 @@ class Step:
         self._state, metrics = self._step(self._state, self._batch)
         jax.block_until_ready(self._state)
         return float(metrics["loss"])
+
+    def final(self) -> dict[str, Any]:
+        """The profile, where one was asked for."""
+        if not self._profiled:
+            return {}
+        return profile_collectives(lambda: self.run("step"), self._hlo, devices=self.facts["devices"], steps=self._profiled)
 
 
 def training_batch(tokens: np.ndarray) -> dict[str, np.ndarray]:
@@ -104,6 +119,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", action="append", help="axis=size,...: also the same step on a mesh of that many fake CPU devices; may be repeated"
     )
+    parser.add_argument("--schedule", choices=PIPELINE_SCHEDULES, default="1f1b", help="of meshes with pipeline=")
+    parser.add_argument("--microbatches", type=int, help="of meshes with pipeline= (default: one a stage)")
+    parser.add_argument("--virtual-stages", type=int, default=1, help="of meshes with pipeline=; 2 or more for interleaved")
+    parser.add_argument("--profile-steps", type=int, default=2, help="steps of each mesh to read the shares of collectives from")
 
 
 def run(args: argparse.Namespace) -> dict[str, object]:
@@ -115,11 +134,11 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     """
     meshes = {text: parse_mesh(text) for text in args.mesh or ()}
     batch_size, tokens = _batch_shape(args, meshes)
-    check_at_least({**vars(args), "batch_size": batch_size, "tokens": tokens}, batch_size=1, tokens=2, repeats=1)
+    check_at_least({**vars(args), "batch_size": batch_size, "tokens": tokens}, batch_size=1, tokens=2, repeats=1, profile_steps=0)
     if meshes and args.against is not None:
         raise ValueError("--mesh and --against are two comparisons; give one of them")
     check_comparison(args)
-    runs = {text: run_config(vars(args), batch_size=batch_size, tokens=tokens, mesh=mesh) for text, mesh in meshes.items()}
+    runs = {text: _mesh_run(args, batch_size, tokens, mesh) for text, mesh in meshes.items()}
     single = run_config(vars(args), batch_size=batch_size, tokens=tokens)
     ids = random_tokens(vars(args), batch_size, tokens)
     console = Console()
@@ -142,12 +161,12 @@ def run(args: argparse.Namespace) -> dict[str, object]:
             comparisons = [{RIVAL: SideSpec("benches.rival:Train", options, ENVIRONMENT)}]
         elif meshes:
             # One mesh after another: fake devices that replicate the state take memory for each.
-            comparisons = [{text: _mesh_side(runs[text], ids, sizes)} for text, sizes in meshes.items()]
+            comparisons = [{text: _mesh_side(runs[text], ids, sizes, args.profile_steps)} for text, sizes in meshes.items()]
         measured = [measure(alone | other, args, console, lambda found: _check_losses(found, args.dtype)) for other in comparisons]
     flops = train_flops(single.model, batch_size, tokens)
     result = figures(measured[0], lambda r, side: r[side]["step"]["seconds"], batch_size * tokens, flops)
     losses = {name: values for part in measured for name, values in _losses(part.results).items()}
-    table = {text: _mesh_fields(part, text) for text, part in zip(meshes, measured, strict=False)}
+    table = {text: _mesh_fields(part, text, batch_size * tokens) for text, part in zip(meshes, measured, strict=False)}
     result |= {"bench": "train", "memory": memory_fields(measured[0]), "losses": losses, "meshes": table}
     # The worst mesh.
     result |= {name: max((m[name] for m in table.values()), default=None) for name in ("cpu_ratio", "wall_ratio")}
@@ -155,6 +174,8 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     console.print(speed_table("training step", result, peak_memory=gigabytes))
     if meshes:
         console.print(_mesh_table(table))
+        if args.profile_steps:
+            console.print(collective_table({name: fields["collectives"] for name, fields in table.items()}))
     console.print(f"one-device MFU {result['mfu']:.1%}; {conclusion(result)}")
     return {**result, "options": options_of(args) | {"batch_size": batch_size, "tokens": tokens}, **provenance()}
 
@@ -183,14 +204,14 @@ _DEFAULTS = tuple(zip(("rows of the global batch", "tokens a row"), BATCH, MESH_
 
 def _batch_shape(args: argparse.Namespace, meshes: Mapping[str, Mapping[str, int]]) -> tuple[int, int]:
     """Rows and tokens, by default such that every mesh splits the rows."""
-    rows = {text: sizes.get("data", 1) * sizes.get("expert", 1) for text, sizes in meshes.items()}
+    rows = {text: sizes.get("data", 1) * sizes.get("expert", 1) * _microbatches(args, sizes) for text, sizes in meshes.items()}
     given = (getattr(args, "batch_size", None), getattr(args, "tokens", None))
     default = MESH_BATCH if given == (None, None) and any(BATCH[0] % count for count in rows.values()) else BATCH
     batch_size, tokens = (chosen if chosen is not None else usual for chosen, usual in zip(given, default, strict=True))
     for text, count in rows.items():
         if batch_size % count:
             raise ValueError(
-                f"--mesh {text} splits the batch over {count} devices, which does not divide {batch_size} rows; "
+                f"--mesh {text} splits the batch by devices and microbatches into {count} parts, not so {batch_size} rows; "
                 f"give --batch-size a multiple of {count}"
             )
     return batch_size, tokens
@@ -214,28 +235,48 @@ def _losses(results: Results) -> dict[str, list[float]]:
     return {name: parts["step"] for name, parts in results.items() if "step" in parts}
 
 
-def _mesh_side(run: RunConfig, tokens: np.ndarray, sizes: Mapping[str, int]) -> SideSpec:
-    options = {"run": run, "tokens": tokens, "folder": None}
+def _microbatches(args: argparse.Namespace, sizes: Mapping[str, int]) -> int:
+    """Microbatches of a mesh: one for one without stages."""
+    stages = sizes.get("pipeline", 1)
+    return 1 if stages == 1 else args.microbatches or stages
+
+
+def _mesh_run(args: argparse.Namespace, batch_size: int, tokens: int, sizes: Mapping[str, int]) -> RunConfig:
+    """The run on a mesh, with the schedule that was asked for where it has stages.
+
+    Raises:
+      ValueError: a schedule and virtual stages that do not go together, more virtual stages than layers.
+    """
+    pipeline, stages = PipelineConfig(), sizes.get("pipeline", 1)
+    if stages > 1:
+        pipeline = PipelineConfig(schedule=args.schedule, microbatches=args.microbatches, virtual_stages=args.virtual_stages)
+        StagePlan.spread(args.layers - 1, stages, args.virtual_stages)
+    return run_config(vars(args), batch_size=batch_size, tokens=tokens, mesh=sizes, pipeline=pipeline)
+
+
+def _mesh_side(run: RunConfig, tokens: np.ndarray, sizes: Mapping[str, int], profiled: int) -> SideSpec:
+    options = {"run": run, "tokens": tokens, "folder": None, "profiled": profiled}
     return SideSpec("benches.train:Step", options, fake_devices(math.prod(sizes.values()), cpu=True))
 
 
-def _mesh_fields(measured: Measured, name: str) -> dict[str, float]:
-    """Wall and processor time on a mesh, and both over those of the one-device step in the same round, medians."""
-    found: dict[str, float] = {"devices": measured.facts[name]["devices"]}
+def _mesh_fields(measured: Measured, name: str, tokens: int) -> dict[str, Any]:
+    """Wall and processor time on a mesh, and both over those of the one-device step in the same round, medians; the profile."""
+    facts = measured.facts[name]
+    found = {key: facts[key] for key in ("devices", "collectives", "profiled_seconds") if key in facts}
     for what, ratio in (("seconds", "wall_ratio"), ("cpu_seconds", "cpu_ratio")):
         here = [r[name]["step"][what] for r in measured.rounds]
         alone = [r[OURS]["step"][what] for r in measured.rounds]
         found[what] = statistics.median(here)
         found[f"one_device_{what}"] = statistics.median(alone)
         found[ratio] = round(statistics.median(a / b for a, b in zip(here, alone, strict=True)), 3)
-    return found
+    return found | {"tokens_per_s": tokens / found["seconds"]}
 
 
-def _mesh_table(meshes: Mapping[str, Mapping[str, float]]) -> Table:
+def _mesh_table(meshes: Mapping[str, Mapping[str, Any]]) -> Table:
     table = Table(title="the same step on fake devices")
-    for heading in ("mesh", "wall, ms", "ratio", "processor, ms", "ratio"):
+    for heading in ("mesh", "tokens/s", "wall, ms", "ratio", "processor, ms", "ratio"):
         table.add_column(heading, justify="left" if heading == "mesh" else "right")
     for name, m in meshes.items():
         wall, cpu = f"{m['seconds'] * 1e3:.1f}", f"{m['cpu_seconds'] * 1e3:.1f}"
-        table.add_row(name, wall, f"{m['wall_ratio']:.2f}", cpu, f"{m['cpu_ratio']:.2f}")
+        table.add_row(name, f"{m['tokens_per_s']:,.0f}", wall, f"{m['wall_ratio']:.2f}", cpu, f"{m['cpu_ratio']:.2f}")
     return table

@@ -96,6 +96,10 @@ class Worker:
         """Part -> what each of its runs returned."""
         return self._ask("results")  # type: ignore[no-any-return]
 
+    def final(self) -> dict[str, Any]:
+        """What the side's own `final()` finds out once nothing more is timed; empty of a side without one."""
+        return self._ask("final")  # type: ignore[no-any-return]
+
     def _ask(self, what: str) -> Any:
         self._pipe.send(what)
         return self._receive()
@@ -167,6 +171,8 @@ def _answer(pipe: Connection, side: Side, libraries: int | None) -> None:
             answer = {"peak": peak, "net": None if peak is None or libraries is None else peak - libraries}
         elif question == "results":
             answer = results
+        elif question == "final":
+            answer = getattr(side, "final", dict)()
         pipe.send(("ok", answer))
 
 
