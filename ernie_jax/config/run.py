@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +12,15 @@ from ernie_jax.config.compute import (
     ATTENTION,
     DTYPES,
     EXCHANGE_FIELDS,
-    GROUPED_MATMUL,
     PRECISIONS,
     ComputeConfig,
     Fp8Config,
-    check_exchange,
     one_of,
 )
 from ernie_jax.config.data import DataConfig
 from ernie_jax.config.model import ModelConfig
+from ernie_jax.config.moe_training import MoETrainConfig
+from ernie_jax.config.optimization import OptimizerConfig, ScheduleConfig
 from ernie_jax.config.pipeline import PipelineConfig
 
 logger = logging.getLogger(__name__)
@@ -64,66 +63,6 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoETrainConfig:
-    """Routing and balance during training.
-
-    Attributes:
-      dispatch, exchange_dtype, exchange_backward, exchange_chunks, exchange_order, expert_nodes, grouped_matmul,
-      capacity_factor, router_temperature: see ComputeConfig.
-      aux_loss_coef, z_loss_coef, orthogonal_coef: weights of the router losses, 0 leaves one out.
-      orthogonal_form: `loss` adds the orthogonal loss to the objective; `step` subtracts its gradient from the gate after the
-        optimiser, not scaled by the learning rate.
-      orthogonal_groups: compare gate rows only within this many groups of experts; 1 compares all.
-      bias_update_rate: step of the aux-free correction bias, once an optimiser step; 0 leaves it.
-      freeze_gate: no update of the gate, and so none of its bias.
-      freeze_bias: no update of the correction bias.
-      balance_scope: `step` takes the load-balance frequencies from the whole optimiser step, exact however the batch is
-        accumulated, for an extra forward pass when it is; `microbatch` from each microbatch, as the published recipes.
-      balance_window: averages of balance rates are over this many of the latest steps.
-      placement_every: after each so many steps, move experts between the devices of the `expert` axis by their load since the
-        last time, so that the fullest device has less to do; 0 never.
-      placement_nodes: nodes that the `expert` axis spans, in equal runs of devices; they are balanced first.
-      placement_threshold: move experts of a layer only where the load of its fullest device falls by this share.
-    """
-
-    dispatch: str = "auto"
-    exchange_dtype: str | None = None
-    exchange_backward: str | None = None
-    exchange_chunks: int = 1
-    exchange_order: str = "together"
-    expert_nodes: int | None = None
-    grouped_matmul: str = "auto"
-    capacity_factor: float | None = None
-    router_temperature: float = 1.0
-    aux_loss_coef: float = 1e-5
-    z_loss_coef: float = 0.0
-    orthogonal_coef: float = 0.0
-    orthogonal_form: str = "loss"
-    orthogonal_groups: int = 1
-    bias_update_rate: float = 1e-3
-    freeze_gate: bool = False
-    freeze_bias: bool = False
-    balance_scope: str = "step"
-    balance_window: int = 100
-    placement_every: int = 0
-    placement_nodes: int = 1
-    placement_threshold: float = 0.02
-
-    def __post_init__(self) -> None:
-        check_exchange("config.moe", **{name: getattr(self, name) for name in EXCHANGE_FIELDS})
-        one_of("config.moe", "grouped_matmul", self.grouped_matmul, GROUPED_MATMUL)
-        one_of("config.moe", "orthogonal_form", self.orthogonal_form, ("loss", "step"))
-        one_of("config.moe", "balance_scope", self.balance_scope, ("step", "microbatch"))
-        coefficients = ("aux_loss_coef", "z_loss_coef", "orthogonal_coef", "bias_update_rate")
-        at_least("config.moe", 0.0, **{name: getattr(self, name) for name in coefficients})
-        at_least("config.moe", 1, orthogonal_groups=self.orthogonal_groups, balance_window=self.balance_window)
-        at_least("config.moe", 0, placement_every=self.placement_every)
-        at_least("config.moe", 1, placement_nodes=self.placement_nodes)
-        if not 0 <= self.placement_threshold < 1:
-            raise ValueError(f"config.moe.placement_threshold={self.placement_threshold}; expected a share in [0, 1)")
-
-
-@dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """How tokens and modalities count in the objective.
 
@@ -144,89 +83,6 @@ class LossConfig:
         at_least("config.loss", 0.0, **{name: getattr(self, name) for name in weights})
         if not (self.text_weight or self.multimodal_weight):
             raise ValueError("config.loss: text_weight and multimodal_weight are both 0; one must be positive to train anything")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW, clipping, averaging and what happens to non-finite steps.
-
-    Attributes:
-      b1, b2, eps, weight_decay: AdamW.
-      clip_norm: global gradient norm above which gradients are scaled down; None never.
-      decay_exclude: parameters whose path contains one of these have no weight decay.
-      ema_decay: decay of the exponential moving average of the weights, None for no average.
-      max_nonfinite: stop after this many skipped steps in a row.
-      loss_scale: what the loss is first multiplied with before the backward pass, a power of two of at least 1; gradients are
-        divided by it, exactly. Halved when a step is not finite, doubled after `loss_scale_growth` finite ones in a row. None,
-        the default with FP8 too: scales of tiles follow the gradients, and bfloat16 has float32's range, so that a factor changes
-        nothing but numbers near float32's smallest.
-      loss_scale_growth: see `loss_scale`.
-      gradient_compression: how gradients are summed over the data axis: `none` as they are, `int8` and `fp8` in 8 bits, `sparse`
-        the largest alone; what is rounded or left out is kept for the next step. For meshes of the data axis alone.
-      gradient_fraction: share of a gradient's elements that `sparse` sends.
-    """
-
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float | None = 1.0
-    decay_exclude: tuple[str, ...] = ("bias", "norm")
-    ema_decay: float | None = None
-    max_nonfinite: int = 10
-    loss_scale: float | None = None
-    loss_scale_growth: int = 2000
-    gradient_compression: str = "none"
-    gradient_fraction: float = 0.3
-
-    def __post_init__(self) -> None:
-        one_of("config.optimizer", "gradient_compression", self.gradient_compression, ("none", "int8", "fp8", "sparse"))
-        if not 0 < self.gradient_fraction <= 1:
-            raise ValueError(
-                f"config.optimizer.gradient_fraction={self.gradient_fraction}; expected a number above 0 and at most 1"
-            )
-        for name in ("b1", "b2", "ema_decay"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1:
-                raise ValueError(f"config.optimizer.{name}={value}; expected a number in [0, 1)")
-        at_least("config.optimizer", 0.0, eps=self.eps, weight_decay=self.weight_decay)
-        at_least("config.optimizer", 1, max_nonfinite=self.max_nonfinite, loss_scale_growth=self.loss_scale_growth)
-        if self.loss_scale is not None and not (1 <= self.loss_scale <= 2.0**32 and math.frexp(self.loss_scale)[0] == 0.5):
-            raise ValueError(
-                f"config.optimizer.loss_scale={self.loss_scale}; expected a power of two from 1 to 2^32, so that dividing "
-                "gradients by it is exact, or None for no scaling"
-            )
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"config.optimizer.clip_norm={self.clip_norm}; expected a positive norm, or None for no clipping")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Learning rate by optimiser step.
-
-    Attributes:
-      kind: `wsd` (warm-up, steady, decay), `cosine`, `constant`.
-      peak, minimum: learning rates; warm-up rises from 0 to peak.
-      warmup: steps of warm-up.
-      steady_end: the step at which the WSD decay begins; None for 0.9 of all steps.
-      tail: shape of the WSD decay, `1-sqrt` or `half_life`.
-    """
-
-    kind: str = "wsd"
-    peak: float = 3e-4
-    minimum: float = 3e-5
-    warmup: int = 0
-    steady_end: int | None = None
-    tail: str = "1-sqrt"
-
-    def __post_init__(self) -> None:
-        one_of("config.schedule", "kind", self.kind, ("wsd", "cosine", "constant"))
-        one_of("config.schedule", "tail", self.tail, ("1-sqrt", "half_life"))
-        at_least("config.schedule", 0, warmup=self.warmup, minimum=self.minimum)
-        if not self.peak > 0 or self.minimum > self.peak:
-            raise ValueError(
-                f"config.schedule: peak={self.peak}, minimum={self.minimum}; expected a positive peak and a minimum not above it"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
