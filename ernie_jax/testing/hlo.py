@@ -14,7 +14,10 @@ _OPERATION = re.compile(
     r"=\s+(?P<type>.*?)\s(?P<kind>" + "|".join(COLLECTIVES) + r")(?:-start)?\((?P<operands>.*?)\)(?P<rest>.*)$", re.MULTILINE
 )
 _SHAPE = re.compile(r"\b[a-z]+([0-9]+)(?:e[0-9]m[0-9](?:fn)?)?\[([0-9,]*)\]")
-_GROUPS = re.compile(r"replica_groups=(\{(?:\{[0-9,]*\},?)*\}|\[[0-9,]+\]<=\[[0-9,]+\](?:T\([0-9,]+\))?)")
+_GROUPS = re.compile(
+    r"replica_groups=(\{(?:\{[0-9,]*\},?)*\}|\[[0-9,]+\]<=\[[0-9,]+\](?:T\([0-9,]+\))?|mesh\[[^\]]*\] \{[^}:]*\}(?=,))"
+)
+_MESH_AXIS = re.compile(r"'([^']+)'=([0-9]+)")
 _NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -40,10 +43,12 @@ class Collective:
         """Bytes that all devices together send to other nodes, of `devices_per_node` consecutive devices each.
 
         Raises:
-          ValueError: a kind of which it is not known who sends what to whom.
+          ValueError: a kind of which it is not known who sends what to whom, or groups that are not known.
         """
         if self.kind not in ("all-to-all", "all-gather", "reduce-scatter"):
             raise ValueError(f"bytes between nodes of a {self.kind}; expected an all-to-all, an all-gather or a reduce-scatter")
+        if not self.groups:
+            raise ValueError(f"bytes between nodes of the {self.kind} {self.name!r}; its groups are not listed in a known notation")
         total = 0
         for group in self.groups:
             nodes = [device // devices_per_node for device in group]
@@ -75,7 +80,18 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """Replica groups from `{{0,1},{2,3}}` or from `[groups,size]<=[dims]T(order)`, an iota reshaped, transposed and reshaped."""
+    """Replica groups in any of their notations.
+
+    They are listed, `{{0,1},{2,3}}`; or an iota reshaped, transposed and reshaped, `[groups,size]<=[dims]T(order)`; or, in newer
+    versions, those along some axes of a mesh of consecutive devices, `mesh['data'=2,'expert'=4] {'expert'}`.
+    """
+    if text.startswith("mesh"):
+        mesh, axes = text.rsplit("{", 1)
+        sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh)}
+        taken, names = re.findall(r"'([^']+)'", axes), list(sizes)
+        outermost = [names.index(name) for name in (*(name for name in names if name not in taken), *taken)]
+        devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())).transpose(outermost)
+        return tuple(map(tuple, devices.reshape(-1, math.prod(sizes[name] for name in taken)).tolist()))
     if text.startswith("{"):
         return tuple(_numbers(group) for group in re.findall(r"\{([0-9,]+)\}", text))
     shape, dims, order = (_numbers(part) for part in re.fullmatch(r"\[(.*?)\]<=\[(.*?)\](?:T\((.*?)\))?", text).groups(""))  # type: ignore[union-attr]
