@@ -15,6 +15,7 @@ from collections.abc import Sequence
 # name -> what it measures; the code is benches/NAME.py with `add_arguments(parser)` and `run(args) -> dict`.
 BENCHES = {
     "moe": "grouped matmuls of the experts against the dense matmul of equal FLOPs",
+    "dispatch": "bytes of the expert exchange in the compiled program, by dispatcher and format, against what must move",
     "compile": "compile time of a deep training step against a shallow one of the same layers",
     "train": "training step: tokens/s, MFU, memory; against transformers, or on meshes of fake devices",
     "remat": "bytes kept and FLOPs computed again under each rematerialisation policy, beside the prediction",

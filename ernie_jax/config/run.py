@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from ernie_jax.config.bounds import at_least
-from ernie_jax.config.compute import ATTENTION, DISPATCH, DTYPES, GROUPED_MATMUL, PRECISIONS, ComputeConfig, Fp8Config, one_of
+from ernie_jax.config.compute import (
+    ATTENTION,
+    DTYPES,
+    EXCHANGE_FIELDS,
+    GROUPED_MATMUL,
+    PRECISIONS,
+    ComputeConfig,
+    Fp8Config,
+    check_exchange,
+    one_of,
+)
 from ernie_jax.config.data import DataConfig
 from ernie_jax.config.model import ModelConfig
+from ernie_jax.config.optimizer import OptimizerConfig
 from ernie_jax.config.pipeline import PipelineConfig
 
 logger = logging.getLogger(__name__)
@@ -58,7 +68,8 @@ class MoETrainConfig:
     """Routing and balance during training.
 
     Attributes:
-      dispatch, grouped_matmul, capacity_factor, router_temperature: see ComputeConfig.
+      dispatch, exchange_dtype, exchange_backward, exchange_chunks, exchange_order, expert_nodes, grouped_matmul,
+      capacity_factor, router_temperature: see ComputeConfig.
       aux_loss_coef, z_loss_coef, orthogonal_coef: weights of the router losses, 0 leaves one out.
       orthogonal_form: `loss` adds the orthogonal loss to the objective; `step` subtracts its gradient from the gate after the
         optimiser, not scaled by the learning rate.
@@ -76,6 +87,11 @@ class MoETrainConfig:
     """
 
     dispatch: str = "auto"
+    exchange_dtype: str | None = None
+    exchange_backward: str | None = None
+    exchange_chunks: int = 1
+    exchange_order: str = "together"
+    expert_nodes: int | None = None
     grouped_matmul: str = "auto"
     capacity_factor: float | None = None
     router_temperature: float = 1.0
@@ -94,7 +110,7 @@ class MoETrainConfig:
     placement_threshold: float = 0.02
 
     def __post_init__(self) -> None:
-        one_of("config.moe", "dispatch", self.dispatch, DISPATCH)
+        check_exchange("config.moe", **{name: getattr(self, name) for name in EXCHANGE_FIELDS})
         one_of("config.moe", "grouped_matmul", self.grouped_matmul, GROUPED_MATMUL)
         one_of("config.moe", "orthogonal_form", self.orthogonal_form, ("loss", "step"))
         one_of("config.moe", "balance_scope", self.balance_scope, ("step", "microbatch"))
@@ -128,50 +144,6 @@ class LossConfig:
         at_least("config.loss", 0.0, **{name: getattr(self, name) for name in weights})
         if not (self.text_weight or self.multimodal_weight):
             raise ValueError("config.loss: text_weight and multimodal_weight are both 0; one must be positive to train anything")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW, clipping, averaging and what happens to non-finite steps.
-
-    Attributes:
-      b1, b2, eps, weight_decay: AdamW.
-      clip_norm: global gradient norm above which gradients are scaled down; None never.
-      decay_exclude: parameters whose path contains one of these have no weight decay.
-      ema_decay: decay of the exponential moving average of the weights, None for no average.
-      max_nonfinite: stop after this many skipped steps in a row.
-      loss_scale: what the loss is first multiplied with before the backward pass, a power of two of at least 1; gradients are
-        divided by it, exactly. Halved when a step is not finite, doubled after `loss_scale_growth` finite ones in a row. None,
-        the default with FP8 too: scales of tiles follow the gradients, and bfloat16 has float32's range, so that a factor changes
-        nothing but numbers near float32's smallest.
-      loss_scale_growth: see `loss_scale`.
-    """
-
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float | None = 1.0
-    decay_exclude: tuple[str, ...] = ("bias", "norm")
-    ema_decay: float | None = None
-    max_nonfinite: int = 10
-    loss_scale: float | None = None
-    loss_scale_growth: int = 2000
-
-    def __post_init__(self) -> None:
-        for name in ("b1", "b2", "ema_decay"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1:
-                raise ValueError(f"config.optimizer.{name}={value}; expected a number in [0, 1)")
-        at_least("config.optimizer", 0.0, eps=self.eps, weight_decay=self.weight_decay)
-        at_least("config.optimizer", 1, max_nonfinite=self.max_nonfinite, loss_scale_growth=self.loss_scale_growth)
-        if self.loss_scale is not None and not (1 <= self.loss_scale <= 2.0**32 and math.frexp(self.loss_scale)[0] == 0.5):
-            raise ValueError(
-                f"config.optimizer.loss_scale={self.loss_scale}; expected a power of two from 1 to 2^32, so that dividing "
-                "gradients by it is exact, or None for no scaling"
-            )
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"config.optimizer.clip_norm={self.clip_norm}; expected a positive norm, or None for no clipping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,8 +324,29 @@ class RunConfig:
             )
         if self.moe.placement_every and moe is None:
             raise ValueError(f"config.moe.placement_every={self.moe.placement_every}, but the model has no experts; set it to 0")
+        nodes, shards = self.moe.expert_nodes, self.mesh.expert
+        if nodes is not None and shards != -1 and shards % nodes:
+            raise ValueError(
+                f"config.moe.expert_nodes={nodes} does not divide config.mesh.expert={shards}; each node needs as many of the "
+                "expert axis's devices"
+            )
+        self._check_compression()
         # Raises now, before any work, on what only ComputeConfig checks.
         _ = self.compute
+
+    def _check_compression(self) -> None:
+        if self.optimizer.gradient_compression == "none":
+            return
+        sizes = {axis: size for axis, size in self.mesh.sizes.items() if axis != "data" and size != 1}
+        wrong = [f"config.mesh.{axis}={size}" for axis, size in sizes.items()]
+        # Each device holds whole gradients until they are summed.
+        wrong += ["config.mesh.zero=3"] if self.mesh.zero == 3 else []
+        wrong += ["a vision-language model"] if self.model.vision is not None else []
+        if wrong:
+            raise ValueError(
+                f"config.optimizer.gradient_compression={self.optimizer.gradient_compression!r} is for text models on a mesh of "
+                f"the data axis alone, with zero 0 or 1; here there is {', '.join(wrong)}. Change that, or set it to 'none'"
+            )
 
     @property
     def microbatches(self) -> int:
@@ -380,7 +373,7 @@ class RunConfig:
             remat=self.remat,
             attention=self.attention,
             loss_chunk=self.loss_chunk,
-            dispatch=self.moe.dispatch,
+            **{name: getattr(self.moe, name) for name in EXCHANGE_FIELDS},
             grouped_matmul=self.moe.grouped_matmul,
             capacity_factor=self.moe.capacity_factor,
             router_temperature=self.moe.router_temperature,

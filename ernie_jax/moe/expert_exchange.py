@@ -1,4 +1,4 @@
-"""Tokens to their experts and back, for the experts of all modalities in one exchange.
+"""Tokens to their experts and back, for the experts of all modalities in one exchange, or in parts (see `exchange_parts`).
 
 B batch, T tokens, D model, E experts of a modality, K chosen, F width of a modality's experts; g, t, f, R: one device's share.
 
@@ -10,12 +10,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.config.compute import ComputeConfig
-from ernie_jax.moe.dispatch import ExchangePlan, make_dispatcher, on_each_device, shard_major
+from ernie_jax.moe.dispatch import (
+    Dispatcher,
+    ExchangePlan,
+    Residuals,
+    exchange_formats,
+    make_dispatcher,
+    on_each_device,
+    shard_major,
+)
+from ernie_jax.moe.exchange_parts import chunk_slices, routing_of, set_exchanges
 from ernie_jax.moe.experts import Experts, ExpertStack, ExpertWeights, QuantizedExperts
 from ernie_jax.moe.fp8_experts import Fp8Experts
 from ernie_jax.moe.grouped_matmul import grouped_matmul
@@ -24,10 +36,19 @@ from ernie_jax.moe.quantized_products import GroupedProducts, RowGroups
 from ernie_jax.moe.routing import Routing
 from ernie_jax.nn.activation import gated
 from ernie_jax.nn.fp8 import Fp8Counts
+from ernie_jax.parallel import after
 from ernie_jax.sharding import current_layout
 
 # What the backward pass of `remat="none"` keeps: the rest is cheaper to compute again than to write and read.
 _KEEP = jax.checkpoint_policies.save_only_these_names("expert_gate_up", "vision_expert_gate_up", "expert_sort", "expert_received")
+
+
+class ServedSet(NamedTuple):
+    """The experts of one modality on this device: which (0 text, 1 vision), their weights, and where these are kept or None."""
+
+    number: int
+    weights: ExpertWeights
+    stack: ExpertStack | QuantizedExperts | None
 
 
 def apply_experts(
@@ -75,35 +96,71 @@ def _on_device(
     plan: ExchangePlan,
 ) -> tuple[jax.Array, tuple[Fp8Counts, ...]]:
     """[g, t, D] with this device's experts -> ([g, t, D], the part that its slice of their width contributes; see above)."""
-    dispatcher = make_dispatcher(compute.dispatch, plan)
+    plan = replace(plan, formats=exchange_formats(compute.exchange_dtype, compute.exchange_backward), nodes=compute.expert_nodes)
     groups, tokens, dim = x.shape
-    flat = jax.tree.map(lambda a: a.reshape(groups * tokens, a.shape[-1]), routing)
-    rows, sizes, residuals = dispatcher.dispatch(x.reshape(groups * tokens, dim), flat)
-    row_weights, residuals = residuals.take_weights()
-    if compute.fp8 is None:
-        rows = checkpoint_name(rows, "expert_in")
-    each = plan.experts_per_shard // len(sets)
+    x, routing = jax.tree.map(lambda a: a.reshape(groups * tokens, a.shape[-1]), (x, routing))
+    served = [ServedSet(*of_set) for of_set in zip(range(len(sets)), sets, stacks, strict=True)]
+    # No chunk needs what another gives, so the exchange of one can go on while the experts of another compute.
+    chunks = []
+    for part in chunk_slices(groups * tokens, 1 if plan.shards == 1 else compute.exchange_chunks):
+        own = Routing(routing.expert_index[part], routing.weights[part])
+        chunks.append(_chunk(compute, hidden_act, x[part], own, served, plan))
+    parts, counts = zip(*chunks, strict=True)
+    y = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return y.reshape(groups, tokens, dim), jax.tree.map(lambda *of_chunks: sum(of_chunks[1:], of_chunks[0]), *counts)
+
+
+def _chunk(
+    compute: ComputeConfig, hidden_act: str, x: jax.Array, routing: Routing, sets: Sequence[ServedSet], plan: ExchangePlan
+) -> tuple[jax.Array, tuple[Fp8Counts, ...]]:
+    """[n, D] through this device's part of all experts, all modalities in one exchange or each in its own."""
+    exchanges = set_exchanges(compute.exchange_order, len(sets), plan)
+    sent: list[tuple[Dispatcher, jax.Array, jax.Array, Residuals]] = []
+    for exchange in exchanges:
+        own = routing_of(exchange, routing, len(sets), plan)
+        if sent:
+            # Known only once the exchange before has arrived, by the sizes it gave: so they start in their order.
+            own = replace(own, expert_index=after(own.expert_index, sent[-1][2], everywhere=True))
+        dispatcher = make_dispatcher(compute.dispatch, exchange.plan)
+        with jax.named_scope("moe_dispatch"):
+            sent.append((dispatcher, *dispatcher.dispatch(x, own)))
+    results: list[jax.Array] = []
+    counts: dict[int, Fp8Counts] = {}
+    for exchange, (dispatcher, rows, sizes, residuals) in zip(exchanges, sent, strict=True):
+        row_weights, residuals = residuals.take_weights()
+        if compute.fp8 is None:
+            rows = checkpoint_name(rows, "expert_in")
+        out, counted = _experts(compute, hidden_act, rows, row_weights, sizes, [sets[number] for number in exchange.sets])
+        counts |= counted
+        results.append(dispatcher.combine(out, residuals))
+    return functools.reduce(jnp.add, results), tuple(counts[number] for number in sorted(counts))
+
+
+def _experts(
+    compute: ComputeConfig, hidden_act: str, rows: jax.Array, row_weights: jax.Array, sizes: jax.Array, sets: Sequence[ServedSet]
+) -> tuple[jax.Array, dict[int, Fp8Counts]]:
+    """rows [R, D], sorted by expert, the sets one behind the other -> ([R, D], each row times its weight; counts by set)."""
+    each = sizes.shape[0] // len(sets)
     out: jax.Array | None = None
-    counts: list[Fp8Counts] = []
+    counts: dict[int, Fp8Counts] = {}
     with jax.named_scope("experts"):
-        for i, (weights, stack) in enumerate(zip(sets, stacks, strict=True)):
+        for i, (number, weights, stack) in enumerate(sets):
             own, before = sizes[i * each : (i + 1) * each], sizes[: i * each].sum() if i else None
             if compute.fp8 is None:
                 assert not isinstance(stack, QuantizedExperts)
                 product = functools.partial(
                     grouped_matmul, group_sizes=own, backend=compute.grouped_matmul, first_row=before, sets=len(sets)
                 )
-                tag = "vision_expert" if i else "expert"
+                tag = "vision_expert" if number else "expert"
                 part = _gated_products(rows, row_weights, weights, stack, product, hidden_act, tag)
             else:
                 assert not isinstance(stack, ExpertStack)
                 experts = Fp8Experts(compute.fp8, GroupedProducts(compute.grouped_matmul, len(sets)), hidden_act)
-                part, count = experts(rows, row_weights, weights, stack or weights.quantized(), RowGroups(own, before))
-                counts.append(count)
+                part, counts[number] = experts(rows, row_weights, weights, stack or weights.quantized(), RowGroups(own, before))
             # Rows of another modality are zero in it.
             out = part if out is None else out + part
     assert out is not None
-    return dispatcher.combine(out, residuals).reshape(groups, tokens, dim), tuple(counts)
+    return out, counts
 
 
 def _gated_products(

@@ -94,7 +94,7 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
         kinds = batch.get("modality_ids"), batch.get("document_kinds")
         totals = StepTotals.of(batch["labels"], batch["segment_ids"], *kinds, share=1.0 if staged else 1.0 / run.parts)
         with use_layout(layout):
-            parts = split_microbatches(_after(totals, batch), run.parts)
+            parts = split_microbatches(after_totals(totals, batch), run.parts)
         if staged is not None:
             fixed = {path: value for path, value in all_values(state).items() if path not in values}
             result = staged(values, fixed, parts, totals, state.loss_scale, count_first=count_first)
@@ -102,8 +102,8 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
             return _placed(result.gradients, shardings), result.total, result.parts
         if count_first:
             with jax.named_scope("count_choices"):
-                totals = _with_choices(totals, model_of(values), parts)
-        return _scan_sum(one, parts)
+                totals = with_choices(totals, model_of(values), parts)
+        return scan_sum(one, parts)
 
     return gradients
 
@@ -120,7 +120,7 @@ def make_losses(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batch],
         totals = StepTotals.of(batch["labels"], batch["segment_ids"], batch.get("modality_ids"), kinds)
         if staged is not None:
             with use_layout(layout):
-                parts = split_microbatches(_after(totals, batch), run.microbatches)
+                parts = split_microbatches(after_totals(totals, batch), run.microbatches)
             means = staged.forward({}, all_values(state), parts, totals).parts.modality_loss
         else:
             model: TextModel = nnx.merge(graphdef, state.params, state.biases)
@@ -150,7 +150,7 @@ def token_weights_of(run: RunConfig) -> TokenWeights:
     return TokenWeights(text=loss.text_weight, multimodal=loss.multimodal_weight, token_balanced=loss.token_balanced)
 
 
-def _after(totals: StepTotals, batch: Batch) -> Batch:
+def after_totals(totals: StepTotals, batch: Batch) -> Batch:
     """The same batch, but known only once the totals are.
 
     XLA:CPU keeps no order between a sum over devices and a loop that has such sums inside when neither needs the other: devices
@@ -160,13 +160,15 @@ def _after(totals: StepTotals, batch: Batch) -> Batch:
     return {name: jnp.where(known, values, 0) for name, values in batch.items()}
 
 
-def _with_choices(totals: StepTotals, model: TextModel, parts: Batch) -> StepTotals:
+def with_choices(totals: StepTotals, model: TextModel, parts: Batch) -> StepTotals:
+    """The totals with the choices of all microbatches, counted in a forward pass over them."""
+
     def choices(part: Batch) -> tuple[Any, Any]:
         _, routers = model.hidden(inputs_of(part))
         text = tuple(router.stats.top_k for router in routers)
         return text, tuple(router.vision.top_k for router in routers if router.vision is not None)
 
-    return totals.with_choices(*jax.lax.stop_gradient(_scan_sum(choices, parts)))
+    return totals.with_choices(*jax.lax.stop_gradient(scan_sum(choices, parts)))
 
 
 def _placed(grads: Arrays, shardings: dict[str, Any]) -> Arrays:
@@ -174,7 +176,7 @@ def _placed(grads: Arrays, shardings: dict[str, Any]) -> Arrays:
     return {path: jax.lax.with_sharding_constraint(g.astype(jnp.float32), shardings[path]) for path, g in grads.items()}
 
 
-def _scan_sum(function: Callable[[Batch], Any], parts: Batch) -> Any:
+def scan_sum(function: Callable[[Batch], Any], parts: Batch) -> Any:
     """Sum of `function` over the leading axis of `parts`, one at a time."""
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         # A loop of one round would still fill sums of the size of the gradients with zeros, and add to them.

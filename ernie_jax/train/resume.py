@@ -25,7 +25,14 @@ from ernie_jax.train.loss_scale import LossScale
 from ernie_jax.train.state import TrainState, abstract_state
 
 # Settings that decide which arrays the state has. What decides the data is checked by the data iterator.
-_STRUCTURE = ("model", "trainable", "moe.freeze_gate", "optimizer.ema_decay", "moe.placement_every")
+_STRUCTURE = (
+    "model",
+    "trainable",
+    "moe.freeze_gate",
+    "optimizer.ema_decay",
+    "moe.placement_every",
+    "optimizer.gradient_compression",
+)
 
 
 class RunCheckpoints:
@@ -159,6 +166,9 @@ def _changes_structure(key: str, old: Any, new: Any) -> bool:
     if key == "moe.placement_every":
         # Experts that have been moved stay where they are: their table is needed. A number beyond the last step moves no more.
         return bool(old) and not new
+    if key == "optimizer.gradient_compression":
+        # Checkpoints from before there was any do not say so.
+        return (old or "none") != (new or "none")
     return any(key == part or key.startswith(f"{part}.") for part in _STRUCTURE)
 
 

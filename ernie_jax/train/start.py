@@ -29,7 +29,11 @@ def starting_state(run: RunConfig, layout: Layout) -> TrainState:
         raise ValueError(f"config.init_from={run.init_from!r} is not of this run's model: {'; '.join(differences)}")
     states: Any = nnx.split(model, nnx.Param, ...)
     # Compiled for the sake of the shardings: moments may lie on other devices than their weights.
-    create = jax.jit(lambda p, b: new_state(run, p, b), out_shardings=state_shardings(run, layout), donate_argnums=(0, 1))
+    create = jax.jit(
+        lambda p, b: new_state(run, p, b, layout.axis_size("data")),
+        out_shardings=state_shardings(run, layout),
+        donate_argnums=(0, 1),
+    )
     state: TrainState = create(states[1], states[2])
     return state
 

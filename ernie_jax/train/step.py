@@ -18,6 +18,7 @@ from ernie_jax.moe.balance import device_load
 from ernie_jax.moe.places import own_places
 from ernie_jax.objectives.pretraining import LossParts
 from ernie_jax.sharding import Layout, variables_by_path
+from ernie_jax.train.compressed_gradients import make_compressed_gradients
 from ernie_jax.train.gradients import make_gradients, make_losses
 from ernie_jax.train.moe_layers import EXPERTS_OF, from_stacks, moe_stacks, to_stacks
 from ernie_jax.train.optimizer import Arrays, make_adamw, orthogonal_step
@@ -51,12 +52,14 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
     Raises:
       ValueError: a batch size that microbatches and devices do not split, a pattern of `trainable` that names nothing.
     """
-    gradients = make_gradients(run, layout)
+    compressed = run.optimizer.gradient_compression != "none"
+    gradients: Callable[..., Any] = (make_compressed_gradients if compressed else make_gradients)(run, layout)
     schedule = Schedule(run.schedule, run.steps)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with jax.named_scope("gradients"):
-            grads, total, parts = gradients(state, batch)
+            # Under compression also what the data shards hold back.
+            grads, total, parts, *held = gradients(state, batch)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(total) & jnp.isfinite(norm)
         rate = schedule(state.step)
@@ -69,6 +72,8 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
             )
             new = replace(state, params=with_values(state.params, values), biases=biases, opt_state=opt_state, ema=ema)
             new = replace(new, expert_load=_counted(state, parts, finite))
+            if held:
+                new = replace(new, held=jax.tree.map(lambda a, b: jnp.where(finite, a, b), held[0], state.held))
         bad = jnp.int32(~finite)
         new = replace(
             new, step=state.step + 1, skipped=state.skipped + bad, skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1)

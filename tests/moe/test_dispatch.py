@@ -1,6 +1,7 @@
 """Dispatchers: names, the ragged offsets, exchanged bytes of a compiled step, spare rows full of NaN."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ernie_jax.moe.dispatch import ExchangePlan, make_dispatcher
+from ernie_jax.moe.dispatch import ExchangeFormats, ExchangePlan, make_dispatcher
 from ernie_jax.moe.dispatch.ragged import RaggedDispatcher, gathered_exchange, ragged_offsets
 from ernie_jax.moe.permute import expand, permute, sort_by_expert
 from ernie_jax.moe.routing import Routing
@@ -62,10 +63,18 @@ def through(dispatcher, x, index, weights, weigh_rows=False):
 
 
 PLAN = ExchangePlan(num_experts=EXPERTS, shards=4)
+# In the compute format rows and lists share a buffer and nothing is rounded.
+PACKED = replace(PLAN, formats=ExchangeFormats())
 DISPATCHERS = {
     "replicated": lambda: make_dispatcher("replicated", PLAN),
     "all_to_all": lambda: make_dispatcher("all_to_all", PLAN),
     "ragged, offsets by a stand-in exchange": lambda: RaggedDispatcher(PLAN, exchange=gathered_exchange),
+    "two_level": lambda: make_dispatcher("two_level", replace(PLAN, nodes=2)),
+    "two_level, a node a device": lambda: make_dispatcher("two_level", replace(PLAN, nodes=4)),
+    "replicated, packed": lambda: make_dispatcher("replicated", PACKED),
+    "all_to_all, packed": lambda: make_dispatcher("all_to_all", PACKED),
+    "ragged, packed": lambda: RaggedDispatcher(PACKED, exchange=gathered_exchange),
+    "two_level, packed": lambda: make_dispatcher("two_level", replace(PACKED, nodes=2)),
 }
 KINDS = ("uniform", "first expert", "last shard", "one shard sends nothing", "one expert a shard unused")
 
@@ -114,6 +123,10 @@ def test_names_and_refusals():
         make_dispatcher("local", PLAN)
     with pytest.raises(ValueError, match="does not have on CPU; use dispatch='all_to_all'"):
         make_dispatcher("ragged", PLAN)
+    with pytest.raises(ValueError, match="over how many nodes the 4 devices of mesh axis 'expert' spread"):
+        make_dispatcher("two_level", PLAN)
+    with pytest.raises(ValueError, match="expert_nodes=3 does not divide the 4 devices"):
+        make_dispatcher("two_level", replace(PLAN, nodes=3))
 
 
 def test_sort_is_stable_and_inverse():

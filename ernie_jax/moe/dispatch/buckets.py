@@ -35,6 +35,24 @@ class PeerRows:
     counts: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotRoute:
+    """The ways of one exchange, there and back.
+
+    Attributes:
+      token: [S] int32, the token of each place of the send buffer, n (one past the last) for an empty one.
+      peer: [S] int32, whose bucket the place is in.
+      slot: [n, G] int32, the place of each (token, peer).
+      needed: [n, G] bool, whether it has one.
+    """
+
+    token: jax.Array
+    peer: jax.Array
+    slot: jax.Array
+    needed: jax.Array
+
+
 def rows_for_peers(expert_index: jax.Array, plan: ExchangePlan) -> PeerRows:
     """Places in token order from the chosen experts [n, K] (entries equal to E go nowhere)."""
     peer = expert_index // plan.experts_per_shard
@@ -61,6 +79,25 @@ def slots_for_peers(routing: Routing, plan: ExchangePlan) -> tuple[jax.Array, ja
     """For each peer, its experts among a token's choices: (local index [n, G, M], E_local for none; weights [n, G, M])."""
     parts = [own_experts(routing, jnp.int32(p * plan.experts_per_shard), plan.experts_per_shard) for p in range(plan.shards)]
     return jnp.stack([p.expert_index for p in parts], 1), jnp.stack([p.weights for p in parts], 1)
+
+
+def words_of_slots(words: jax.Array, lists: jax.Array | None, route: SlotRoute) -> jax.Array:
+    """Send buffer [S, W + L] from words of tokens [n, W] and of their lists [n, G, L]; zero where a place stays empty.
+
+    Integers, without a gradient: see `packed_rows`.
+    """
+    n = words.shape[0]
+    rows = jnp.take(words, route.token, axis=0, mode="clip")
+    if lists is not None:
+        place = jnp.minimum(route.token, n - 1) * lists.shape[1] + route.peer
+        rows = jnp.concatenate([rows, jnp.take(lists.reshape(-1, lists.shape[-1]), place, axis=0, mode="clip")], -1)
+    return jnp.where(_like(route.token < n, rows), rows, jnp.zeros((), rows.dtype))
+
+
+def words_of_tokens(buffer: jax.Array, route: SlotRoute) -> jax.Array:
+    """The transpose's rows, still to be added: buffer [S, W] -> [n, G, W], zero words where a token has no place."""
+    rows = jnp.take(buffer, route.slot, axis=0, mode="clip")
+    return jnp.where(_like(route.needed, rows), rows, jnp.zeros((), rows.dtype))
 
 
 @jax.custom_vjp

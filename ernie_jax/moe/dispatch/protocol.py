@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import jax
 
+from ernie_jax.moe.dispatch.packed_rows import ExchangeFormats
 from ernie_jax.moe.routing import Routing
 
 
@@ -32,12 +33,16 @@ class ExchangePlan:
       shards: G, devices of the expert axis.
       axis: name of the mesh axis the experts are split over.
       bucket_rows: most rows a device may send to one peer; None for as many as it has tokens (the exact default).
+      formats: in which rows, results and gradients travel; None leaves them as they are.
+      nodes: over how many nodes the expert axis spreads, consecutive devices of it to a node; `two_level` alone reads it.
     """
 
     num_experts: int
     shards: int
     axis: str = "expert"
     bucket_rows: int | None = None
+    formats: ExchangeFormats | None = None
+    nodes: int | None = None
 
     @property
     def experts_per_shard(self) -> int:

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.moe.dispatch.all_to_all import ExchangeResiduals
-from ernie_jax.moe.dispatch.buckets import collect_slots, fill_slots, rows_for_peers, slots_for_peers, tokens_of_slots
+from ernie_jax.moe.dispatch.buckets import (
+    SlotRoute,
+    collect_slots,
+    fill_slots,
+    rows_for_peers,
+    slots_for_peers,
+    tokens_of_slots,
+    words_of_slots,
+    words_of_tokens,
+)
 from ernie_jax.moe.dispatch.local import LocalDispatcher
+from ernie_jax.moe.dispatch.packed_rows import return_rows, send_rows
 from ernie_jax.moe.dispatch.protocol import ExchangePlan
 from ernie_jax.moe.routing import Routing
 
@@ -82,8 +93,8 @@ def gathered_exchange(rows: jax.Array, output: jax.Array, offsets: RaggedOffsets
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class RaggedResiduals(ExchangeResiduals):
-    """The way back: that of a fixed exchange, and the table of counts."""
+class RaggedRoute(SlotRoute):
+    """The ways of a fixed exchange, and the table of counts."""
 
     counts: jax.Array
 
@@ -114,32 +125,52 @@ class RaggedDispatcher:
             offsets = ragged_offsets(counts, jax.lax.axis_index(self.plan.axis))
             return self.exchange(rows, output, offsets, self.plan.axis)
 
-    def dispatch(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, RaggedResiduals]:
+    def spread(self, words: jax.Array, lists: jax.Array | None, route: RaggedRoute) -> jax.Array:
+        """See `Mover`; places past the last row that arrives hold zeros."""
+        return self._send(words_of_slots(words, lists, route), self.plan.shards * words.shape[0], route.counts)
+
+    def gather(self, words: jax.Array, route: RaggedRoute) -> jax.Array:
+        """See `Mover`: the transposed table of counts."""
+        return words_of_tokens(self._send(words, route.token.shape[0], route.counts.T), route)
+
+    def dispatch(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, ExchangeResiduals]:
         """x [n, D] -> rows [G n M, D]; see `Dispatcher`."""
         n, peers = x.shape[0], self.plan.shards
         rows = rows_for_peers(routing.expert_index, self.plan)
         index, weights = slots_for_peers(routing, self.plan)
-        slots = index.shape[-1]
         sends = n * min(peers, routing.expert_index.shape[-1])
         slot = rows.place + (jnp.cumsum(rows.counts) - rows.counts)
         token = tokens_of_slots(rows, slot, sends)
         counts = jax.lax.all_gather(rows.counts, self.plan.axis)
         peer = jnp.clip(jnp.searchsorted(jnp.cumsum(rows.counts), jnp.arange(sends), side="right"), 0, peers - 1)
-        flat = jnp.minimum(token, n - 1) * peers + peer
+        route = RaggedRoute(token, peer.astype(jnp.int32), slot, rows.needed, counts)
+        if self.plan.formats is None:
+            received, here = self._as_they_are(x, index, weights, route)
+        else:
+            experts = self.plan.experts_per_shard
+            received, chosen, arrived = send_rows(self, self.plan.formats, x, index, weights, route, experts)
+            here = Routing(chosen, arrived)
+        sorted_rows, sizes, local = self._local().dispatch(received, here)
+        return sorted_rows, sizes, ExchangeResiduals(local, route)
+
+    def _as_they_are(self, x: jax.Array, index: jax.Array, weights: jax.Array, route: RaggedRoute) -> tuple[jax.Array, Routing]:
+        """(rows [G n, D] that arrive, their experts and weights [G n, M]), rows and lists in their own formats."""
+        n, peers, slots = index.shape
+        flat = jnp.minimum(route.token, n - 1) * peers + route.peer
         # Index + 1, so that the zeros of places nobody wrote mean "no expert" after arrival.
         announced = (index.reshape(n * peers, slots)[flat] + 1).astype(jnp.float32)
         lists = jnp.concatenate([announced, weights.reshape(n * peers, slots)[flat].astype(jnp.float32)], -1)
         received, lists = (
-            checkpoint_name(self._send(a, peers * n, counts), "expert_received")
-            for a in (fill_slots(x, token, slot, rows.needed), lists)
+            checkpoint_name(self._send(a, peers * n, route.counts), "expert_received")
+            for a in (fill_slots(x, route.token, route.slot, route.needed), lists)
         )
         chosen = jax.lax.stop_gradient(lists[:, :slots]).astype(jnp.int32) - 1
-        here = Routing(jnp.where(chosen < 0, self.plan.experts_per_shard, chosen), lists[:, slots:])
-        sorted_rows, sizes, local = self._local().dispatch(received, here)
-        return sorted_rows, sizes, RaggedResiduals(local, token, slot, rows.needed, counts)
+        return received, Routing(jnp.where(chosen < 0, self.plan.experts_per_shard, chosen), lists[:, slots:])
 
-    def combine(self, outputs: jax.Array, residuals: RaggedResiduals) -> jax.Array:
+    def combine(self, outputs: jax.Array, residuals: Any) -> jax.Array:
         """outputs -> [n, D], the exchange run backwards: the transposed table of counts."""
-        combined = self._local().combine(outputs, residuals.local)
-        back = self._send(combined, residuals.token.shape[0], residuals.counts.T)
-        return collect_slots(back, residuals.token, residuals.slot, residuals.needed)
+        combined, route = self._local().combine(outputs, residuals.local), residuals.route
+        if self.plan.formats is not None:
+            return return_rows(self, self.plan.formats, combined, route)
+        back = self._send(combined, route.token.shape[0], route.counts.T)
+        return collect_slots(back, route.token, route.slot, route.needed)

@@ -1,17 +1,20 @@
 """Gather all tokens of the expert group, let each device do its experts' part, reduce-scatter. n tokens, G shards, K chosen.
 
-Moves n G rows each way whatever the routing: right for decoding and for small groups.
+Moves n G rows each way whatever the routing: right for decoding and for small groups. Formats of the plan are for the gather and
+for its transpose; results are added on their way, so they travel in the compute format.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.moe.dispatch.local import LocalDispatcher, LocalResiduals
+from ernie_jax.moe.dispatch.packed_rows import send_rows
 from ernie_jax.moe.dispatch.protocol import ExchangePlan
 from ernie_jax.moe.routing import Routing
 
@@ -41,13 +44,29 @@ class ReplicatedDispatcher:
     def _local(self) -> LocalDispatcher:
         return LocalDispatcher(ExchangePlan(num_experts=self.plan.experts_per_shard, shards=1))
 
+    def spread(self, words: jax.Array, lists: jax.Array | None, route: Any) -> jax.Array:
+        """See `Mover`: every row to every device."""
+        rows = words if lists is None else jnp.concatenate([words, lists[:, 0]], -1)
+        with jax.named_scope("moe_exchange"):
+            return jax.lax.all_gather(rows, self.plan.axis, tiled=True)
+
+    def gather(self, words: jax.Array, route: Any) -> jax.Array:
+        """See `Mover`: each device has its own rows back from every device, still to be added."""
+        with jax.named_scope("moe_exchange"):
+            back = jax.lax.all_to_all(words, self.plan.axis, split_axis=0, concat_axis=0, tiled=True)
+        return jnp.swapaxes(back.reshape(self.plan.shards, -1, words.shape[-1]), 0, 1)
+
     def dispatch(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, LocalResiduals]:
         """x [n, D] -> rows [G n min(K, E_local), D]; see `Dispatcher`."""
-        with jax.named_scope("moe_exchange"):
-            x, index, weights = (
-                checkpoint_name(jax.lax.all_gather(a, self.plan.axis, tiled=True), "expert_received")
-                for a in (x, routing.expert_index, routing.weights)
-            )
+        if self.plan.formats is None:
+            with jax.named_scope("moe_exchange"):
+                x, index, weights = (
+                    checkpoint_name(jax.lax.all_gather(a, self.plan.axis, tiled=True), "expert_received")
+                    for a in (x, routing.expert_index, routing.weights)
+                )
+        else:
+            lists = routing.expert_index[:, None], routing.weights[:, None]
+            x, index, weights = send_rows(self, self.plan.formats, x, *lists, None, self.plan.num_experts)
         first = jax.lax.axis_index(self.plan.axis) * self.plan.experts_per_shard
         return self._local().dispatch(x, own_experts(Routing(index, weights), first, self.plan.experts_per_shard))
 
