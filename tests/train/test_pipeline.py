@@ -26,6 +26,7 @@ MODELS = {
     # Sections before and behind the spread one, MoE layers among them.
     "ends": tiny_moe(num_hidden_layers=6, layer_start=0, layer_end=0, num_experts_per_tok=2),
 }
+TWO_LEVELS = {"dispatch": "two_level", "expert_nodes": 2}
 LENGTH = 13  # no mesh axis divides it
 
 
@@ -58,7 +59,7 @@ CASES = [
     Case("uneven", {"pipeline": 2, "data": 2}, zero=1),
     Case("uneven", {"pipeline": 4, "expert": 2}, "gpipe"),
     Case("uneven", {"pipeline": 2, "tensor": 2}, "interleaved", 2, {"capacity_factor": 1.0}),
-    Case("ends", {"pipeline": 2, "expert": 2}),
+    Case("ends", {"pipeline": 2, "expert": 4}, moe={"exchange_chunks": 2} | TWO_LEVELS, microbatches=2),
     Case("vl", {"pipeline": 2, "data": 2, "tensor": 2}, moe={"balance_scope": "step"}),
     Case("vl", {"pipeline": 3}, "gpipe"),
 ]
@@ -104,7 +105,7 @@ def one_device(run_of, layout_of, fresh_state, data_of):
     def compute(case, **changes):
         key = (case.model, case.microbatches, tuple(case.moe.items()), tuple(changes.items()))
         if key not in known:
-            moe = {name: value for name, value in case.moe.items() if name != "dispatch"}
+            moe = {name: value for name, value in case.moe.items() if name in MOE or name == "capacity_factor"}
             run = run_of(dataclasses.replace(case, moe=moe, remat="none"), accumulate=case.microbatches, **changes)
             layout = layout_of(run)
             known[key] = gradients_of(run, layout, fresh_state(run, layout), data_of(case, run, layout))
@@ -184,7 +185,7 @@ def test_a_pipelined_run_steps_and_evaluates_as_one_device(staged_run_of, run_of
 
 def test_collectives_of_a_stage_stay_within_it(staged_run_of, layout_of):
     """Sending to the next stage is the only permutation: on CPU every one waits for all devices, and stages take branches apart."""
-    case = CASES[2]
+    case = dataclasses.replace(CASES[2], moe={"exchange_dtype": "int8", "exchange_chunks": 2})
     run = staged_run_of(case)
     layout = layout_of(run, **case.sizes)
     batch = {key: jax.ShapeDtypeStruct((8, LENGTH), np.int32) for key in TEXT_KEYS}
