@@ -12,12 +12,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from ernie_jax.config.optimizer import OptimizerConfig
 from safetensors.numpy import load_file
 
 from ernie_jax.checkpoint import TrainCheckpointer, load_pretrained
 from ernie_jax.config import config_from_hf
 from ernie_jax.config.data import DataConfig
+from ernie_jax.config.optimization import OptimizerConfig
 from ernie_jax.config.run import RunConfig
 from ernie_jax.sharding import make_mesh
 from ernie_jax.train import init_state, run_layout

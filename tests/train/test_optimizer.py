@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ernie_jax.config.optimizer import OptimizerConfig
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ernie_jax.config.optimization import OptimizerConfig
 from ernie_jax.sharding import make_mesh
 from ernie_jax.train.optimizer import decay_mask, is_gate, make_adamw, orthogonal_step
 
