@@ -26,7 +26,7 @@ from ernie_jax.models.vision_tower import VisionTower
 from ernie_jax.nn.kv_cache import KVCache
 from ernie_jax.nn.rope import multimodal_rope_tables
 from ernie_jax.parallel import on_every_device
-from ernie_jax.sharding import Layout, constrain
+from ernie_jax.sharding import Layout, constrain, constrain_in_stage
 
 
 class VisionLanguageModel(TextModel):
@@ -160,12 +160,12 @@ class VisionLanguageModel(TextModel):
         assert isinstance(inputs, MultimodalInputs) and inputs.feature_ids is not None
         groups = features.shape[0]
         # Whole rows, forward and backward: looking up among tokens that are split between shards, the partitioner fails in a stage.
-        x = constrain(x, "batch", "full_sequence", "activation_embed")
+        x = constrain_in_stage(x, "batch", "full_sequence", "activation_embed")
         batch, tokens, width = x.shape
         placed = place_features(
             x.reshape(groups, batch // groups, tokens, width), features, inputs.feature_ids.reshape(groups, batch // groups, tokens)
         )
-        placed = constrain(placed.reshape(batch, tokens, width), "batch", "full_sequence", "activation_embed")
+        placed = constrain_in_stage(placed.reshape(batch, tokens, width), "batch", "full_sequence", "activation_embed")
         return constrain(placed, "batch", "sequence", "activation_embed")
 
     def _rope(self, position_ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ from flax import nnx
 
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.parameter import normal, parameter
-from ernie_jax.sharding import constrain
+from ernie_jax.sharding import constrain, constrain_in_stage
 
 
 class Embedding(nnx.Module):
@@ -24,8 +24,9 @@ class Embedding(nnx.Module):
         """Integers [B, T] -> vectors [B, T, D] in the compute format."""
         # Every tensor shard looks all tokens up in its rows, and only the sum is split along the sequence. Left to itself the
         # partitioner shuffles tokens between shards first, by a permutation that on CPU waits for all devices, other stages' too.
-        vectors = jnp.take(self.embedding[...], constrain(input_ids, "batch", "full_sequence"), axis=0)
-        vectors = constrain(self.dtypes.cast(vectors), "batch", "full_sequence", "activation_embed")
+        input_ids = constrain_in_stage(input_ids, "batch", "full_sequence")
+        vectors = self.dtypes.cast(jnp.take(self.embedding[...], input_ids, axis=0))
+        vectors = constrain_in_stage(vectors, "batch", "full_sequence", "activation_embed")
         return constrain(vectors, "batch", "sequence", "activation_embed")
 
 

@@ -170,6 +170,11 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, layout.sharding(logical, f"activation of shape {x.shape}"))
 
 
+def constrain_in_stage(x: jax.Array, *logical: str | None) -> jax.Array:
+    """`constrain` inside a `shard_map` over some mesh axes, as in a pipeline stage; elsewhere `x` unchanged."""
+    return constrain(x, *logical) if _manual_axes() else x
+
+
 def constrain_cotangent(x: jax.Array, *logical: str | None) -> jax.Array:
     """`x` unchanged, with its cotangent constrained in the backward pass.
 

@@ -41,7 +41,6 @@ def test_bad_sizes(sizes, message):
 @pytest.mark.parametrize(
     ("sizes", "changes", "rules", "message"),
     [
-        ({"pipeline": 2, "data": 4}, {}, "tp_sp", "pipeline=2: pipeline schedules are not available yet"),
         (
             {"expert": 8},
             {"num_experts": 12},
