@@ -55,7 +55,7 @@ def fresh_state(layout_of):
     known = {}
 
     def make(run, layout):
-        key = (run.model, run.seed, run.moe.freeze_gate, run.optimizer.ema_decay)
+        key = (run.model, run.mtp_blocks, run.seed, run.moe.freeze_gate, run.optimizer.ema_decay)
         if key not in known:
             known[key] = jax.device_get(init_state(run, layout_of(run)))
         return jax.device_put(known[key], state_shardings(run, layout))
