@@ -142,7 +142,7 @@ def test_mtp_blocks_come_back_bit_for_bit_under_their_published_names(blocks, tm
 
 
 def test_mtp_that_is_not_there_cannot_be_loaded(golden, spoilable):
-    with pytest.raises(ValueError, match="mtp='load', but its config.json has no num_nextn_predict_layers above 0"):
+    with pytest.raises(ValueError, match=r"mtp='load', but its config.json has no num_nextn_predict_layers above 0"):
         load_pretrained(golden / "moe", mtp="load")
     source = spoilable("moe")
     source.config["num_nextn_predict_layers"] = 1
