@@ -121,9 +121,9 @@ class ComputeConfig:
             one_of("ComputeConfig", field, getattr(self, field), DTYPES)
         one_of("ComputeConfig", "attention", self.attention, ATTENTION)
         one_of("ComputeConfig", "grouped_matmul", self.grouped_matmul, GROUPED_MATMUL)
+        check_exchange("ComputeConfig", **{name: getattr(self, name) for name in EXCHANGE_FIELDS})
         if self.remat != "auto":
             remat_plan(self.remat)
-        check_exchange("ComputeConfig", **{name: getattr(self, name) for name in EXCHANGE_FIELDS})
         for field in ("attention_chunk", "attention_chunk_from", "loss_chunk"):
             if getattr(self, field) < 1:
                 raise ValueError(f"ComputeConfig.{field}={getattr(self, field)}; expected a positive number of tokens")

@@ -260,13 +260,10 @@ class RunConfig:
         # Each device holds whole gradients until they are summed.
         wrong += ["config.mesh.zero=3"] if self.mesh.zero == 3 else []
         wrong += ["a vision-language model"] if self.model.vision is not None else []
-        wrong += ["config.optimizer.loss_scale"] if self.optimizer.loss_scale is not None else []
-        wrong += ["config.precision='fp8'"] if self.precision == "fp8" else []
         if wrong:
             raise ValueError(
                 f"config.optimizer.gradient_compression={self.optimizer.gradient_compression!r} is for text models on a mesh of "
-                "the data axis alone, with zero 0 or 1, without FP8 and its loss scale; here there is "
-                f"{', '.join(wrong)}. Change that, or set it to 'none'"
+                f"the data axis alone, with zero 0 or 1; here there is {', '.join(wrong)}. Change that, or set it to 'none'"
             )
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
 
 from ernie_jax.moe.dispatch import ExchangePlan
@@ -60,16 +59,6 @@ def routing_of(exchange: SetExchange, routing: Routing, sets: int, plan: Exchang
     mine = (place // each == own) & (routing.expert_index < plan.num_experts)
     index = jnp.where(mine, device * each + place % each, exchange.plan.num_experts)
     return Routing(index, jnp.where(mine, routing.weights, 0))
-
-
-def after(sizes: jax.Array | None, routing: Routing, num_experts: int) -> Routing:
-    """The same routing, known only once the exchange that gave `sizes` has arrived: so exchanges start in their order.
-
-    A choice that is always the same is a need that no compiler can remove.
-    """
-    if sizes is None:
-        return routing
-    return Routing(jnp.where(sizes.sum() >= 0, routing.expert_index, num_experts), routing.weights)
 
 
 def chunk_slices(tokens: int, chunks: int) -> list[slice]:

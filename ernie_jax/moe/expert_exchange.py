@@ -9,8 +9,9 @@ by expert, the text rows first, so that each modality's rows stand together: two
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from ernie_jax.moe.dispatch import (
     on_each_device,
     shard_major,
 )
-from ernie_jax.moe.exchange_parts import after, chunk_slices, routing_of, set_exchanges
+from ernie_jax.moe.exchange_parts import chunk_slices, routing_of, set_exchanges
 from ernie_jax.moe.experts import Experts, ExpertStack, ExpertWeights, QuantizedExperts
 from ernie_jax.moe.fp8_experts import Fp8Experts
 from ernie_jax.moe.grouped_matmul import grouped_matmul
@@ -35,13 +36,19 @@ from ernie_jax.moe.quantized_products import GroupedProducts, RowGroups
 from ernie_jax.moe.routing import Routing
 from ernie_jax.nn.activation import gated
 from ernie_jax.nn.fp8 import Fp8Counts
+from ernie_jax.parallel import after
 from ernie_jax.sharding import current_layout
 
 # What the backward pass of `remat="none"` keeps: the rest is cheaper to compute again than to write and read.
 _KEEP = jax.checkpoint_policies.save_only_these_names("expert_gate_up", "vision_expert_gate_up", "expert_sort", "expert_received")
 
-# Of each set of experts, what the casts to FP8 lost; empty without FP8.
-Counts = tuple[Fp8Counts, ...]
+
+class ServedSet(NamedTuple):
+    """The experts of one modality on this device: which (0 text, 1 vision), their weights, and where these are kept or None."""
+
+    number: int
+    weights: ExpertWeights
+    stack: ExpertStack | QuantizedExperts | None
 
 
 def apply_experts(
@@ -51,7 +58,7 @@ def apply_experts(
     stacks: Sequence[ExpertStack | QuantizedExperts | None],
     compute: ComputeConfig,
     hidden_act: str,
-) -> tuple[jax.Array, Counts]:
+) -> tuple[jax.Array, tuple[Fp8Counts, ...]]:
     """Each token's weighted sum of its experts' outputs.
 
     Args:
@@ -71,7 +78,7 @@ def apply_experts(
     index = to_places(routing.expert_index, [None if experts.place is None else experts.place[...] for experts in sets])
     index = shard_major(index, num_experts, len(sets), shards)
     routing = Routing(index, routing.weights.astype(x.dtype))
-    on_device: Callable[..., tuple[jax.Array, Counts]] = functools.partial(_on_device, compute, hidden_act)
+    on_device: Callable[..., tuple[jax.Array, tuple[Fp8Counts, ...]]] = functools.partial(_on_device, compute, hidden_act)
     if compute.remat == "none":
         on_device = jax.checkpoint(on_device, static_argnums=4, prevent_cse=False, policy=_KEEP)
     if layout is None or layout.mesh.size == 1:
@@ -87,71 +94,57 @@ def _on_device(
     sets: Sequence[ExpertWeights],
     stacks: Sequence[ExpertStack | QuantizedExperts | None],
     plan: ExchangePlan,
-) -> tuple[jax.Array, Counts]:
+) -> tuple[jax.Array, tuple[Fp8Counts, ...]]:
     """[g, t, D] with this device's experts -> ([g, t, D], the part that its slice of their width contributes; see above)."""
     plan = replace(plan, formats=exchange_formats(compute.exchange_dtype, compute.exchange_backward), nodes=compute.expert_nodes)
     groups, tokens, dim = x.shape
     x, routing = jax.tree.map(lambda a: a.reshape(groups * tokens, a.shape[-1]), (x, routing))
+    served = [ServedSet(*of_set) for of_set in zip(range(len(sets)), sets, stacks, strict=True)]
     # No chunk needs what another gives, so the exchange of one can go on while the experts of another compute.
     chunks = []
     for part in chunk_slices(groups * tokens, 1 if plan.shards == 1 else compute.exchange_chunks):
         own = Routing(routing.expert_index[part], routing.weights[part])
-        chunks.append(_chunk(compute, hidden_act, x[part], own, sets, stacks, plan))
+        chunks.append(_chunk(compute, hidden_act, x[part], own, served, plan))
     parts, counts = zip(*chunks, strict=True)
     y = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return y.reshape(groups, tokens, dim), _total(counts)
-
-
-def _total(counts: Sequence[Counts]) -> Counts:
-    total: Counts = jax.tree.map(lambda *values: functools.reduce(jnp.add, values), *counts)
-    return total
+    return y.reshape(groups, tokens, dim), jax.tree.map(lambda *of_chunks: sum(of_chunks[1:], of_chunks[0]), *counts)
 
 
 def _chunk(
-    compute: ComputeConfig,
-    hidden_act: str,
-    x: jax.Array,
-    routing: Routing,
-    sets: Sequence[ExpertWeights],
-    stacks: Sequence[ExpertStack | QuantizedExperts | None],
-    plan: ExchangePlan,
-) -> tuple[jax.Array, Counts]:
+    compute: ComputeConfig, hidden_act: str, x: jax.Array, routing: Routing, sets: Sequence[ServedSet], plan: ExchangePlan
+) -> tuple[jax.Array, tuple[Fp8Counts, ...]]:
     """[n, D] through this device's part of all experts, all modalities in one exchange or each in its own."""
     exchanges = set_exchanges(compute.exchange_order, len(sets), plan)
     sent: list[tuple[Dispatcher, jax.Array, jax.Array, Residuals]] = []
     for exchange in exchanges:
         own = routing_of(exchange, routing, len(sets), plan)
+        if sent:
+            # Known only once the exchange before has arrived, by the sizes it gave: so they start in their order.
+            own = replace(own, expert_index=after(own.expert_index, sent[-1][2], everywhere=True))
         dispatcher = make_dispatcher(compute.dispatch, exchange.plan)
-        before = sent[-1][2] if sent else None
         with jax.named_scope("moe_dispatch"):
-            sent.append((dispatcher, *dispatcher.dispatch(x, after(before, own, exchange.plan.num_experts))))
-    results = []
+            sent.append((dispatcher, *dispatcher.dispatch(x, own)))
+    results: list[jax.Array] = []
     counts: dict[int, Fp8Counts] = {}
     for exchange, (dispatcher, rows, sizes, residuals) in zip(exchanges, sent, strict=True):
         row_weights, residuals = residuals.take_weights()
         if compute.fp8 is None:
             rows = checkpoint_name(rows, "expert_in")
-        served = {i: (sets[i], stacks[i]) for i in exchange.sets}
-        out, lost = _experts(rows, row_weights, sizes, served, compute, hidden_act)
+        out, counted = _experts(compute, hidden_act, rows, row_weights, sizes, [sets[number] for number in exchange.sets])
+        counts |= counted
         results.append(dispatcher.combine(out, residuals))
-        counts |= lost
-    return functools.reduce(jnp.add, results), tuple(counts[i] for i in sorted(counts))
+    return functools.reduce(jnp.add, results), tuple(counts[number] for number in sorted(counts))
 
 
 def _experts(
-    rows: jax.Array,
-    row_weights: jax.Array,
-    sizes: jax.Array,
-    sets: Mapping[int, tuple[ExpertWeights, ExpertStack | QuantizedExperts | None]],
-    compute: ComputeConfig,
-    hidden_act: str,
+    compute: ComputeConfig, hidden_act: str, rows: jax.Array, row_weights: jax.Array, sizes: jax.Array, sets: Sequence[ServedSet]
 ) -> tuple[jax.Array, dict[int, Fp8Counts]]:
-    """rows [R, D], sorted by expert, the sets one behind the other -> ([R, D], each row times its weight; FP8's losses by set)."""
+    """rows [R, D], sorted by expert, the sets one behind the other -> ([R, D], each row times its weight; counts by set)."""
     each = sizes.shape[0] // len(sets)
     out: jax.Array | None = None
     counts: dict[int, Fp8Counts] = {}
     with jax.named_scope("experts"):
-        for i, (number, (weights, stack)) in enumerate(sets.items()):
+        for i, (number, weights, stack) in enumerate(sets):
             own, before = sizes[i * each : (i + 1) * each], sizes[: i * each].sum() if i else None
             if compute.fp8 is None:
                 assert not isinstance(stack, QuantizedExperts)

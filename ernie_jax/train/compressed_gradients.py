@@ -28,6 +28,7 @@ from ernie_jax.train.gradients import (
     token_weights_of,
     with_choices,
 )
+from ernie_jax.train.loss_scale import scaled, unscaled
 from ernie_jax.train.optimizer import Arrays
 from ernie_jax.train.state import TrainState, gradient_shardings, trained_values, with_values
 
@@ -55,17 +56,22 @@ def make_compressed_gradients(run: RunConfig, layout: Layout) -> CompressedGradi
     count_first = weights.aux > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0
 
     def gradients(state: TrainState, batch: Batch) -> tuple[Arrays, jax.Array, LossParts, Held]:
-        def loss(values: Arrays, part: Batch, whole: tuple[TrainState, StepTotals]) -> tuple[jax.Array, LossParts]:
+        def scaled_loss(
+            values: Arrays, part: Batch, whole: tuple[TrainState, StepTotals]
+        ) -> tuple[jax.Array, tuple[jax.Array, LossParts]]:
             state, totals = whole
             model: TextModel = nnx.merge(inside, with_values(state.params, values), state.biases)
-            return pretraining_loss(model, inputs_of(part), part["labels"], totals, weights, token_weights)
+            total, reported = pretraining_loss(model, inputs_of(part), part["labels"], totals, weights, token_weights)
+            return scaled(total, state.loss_scale), (total, reported)
 
         def shard(whole: tuple[TrainState, StepTotals], parts: Batch) -> tuple[Arrays, tuple[jax.Array, LossParts]]:
             values = trained_values(run, whole[0].params)
 
             def one(part: Batch) -> tuple[Arrays, tuple[jax.Array, LossParts]]:
-                (total, reported), grads = jax.value_and_grad(loss, has_aux=True)(values, part, whole)
-                return jax.tree.map(lambda g: g.astype(jnp.float32), grads), (total, reported)
+                grads, reported = jax.grad(scaled_loss, has_aux=True)(values, part, whole)
+                # What is held back for later steps is of the loss, whose scale may be another by then.
+                grads = unscaled(grads, whole[0].loss_scale)
+                return jax.tree.map(lambda g: g.astype(jnp.float32), grads), reported
 
             summed: tuple[Arrays, tuple[jax.Array, LossParts]] = scan_sum(one, parts)
             return summed
@@ -78,7 +84,7 @@ def make_compressed_gradients(run: RunConfig, layout: Layout) -> CompressedGradi
         if count_first:
             with jax.named_scope("count_choices"):
                 totals = with_choices(totals, nnx.merge(outside, state.params, state.biases), parts)
-        needed = replace(state, opt_state=None, ema=None, held=None)
+        needed = replace(state, opt_state=None, ema=None, held=None, expert_load={})
         grads, (total, reported), held = summed_over_data_shards(shard, (needed, totals), parts, state.held, layout, compression)
         placed = {path: jax.lax.with_sharding_constraint(g, shardings[path]) for path, g in grads.items()}
         return placed, total, reported, held

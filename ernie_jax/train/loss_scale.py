@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from ernie_jax.config.run import OptimizerConfig
+from ernie_jax.config.optimization import OptimizerConfig
 
 # Beyond it float32 gains nothing.
 LARGEST = 2.0**32

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ernie_jax.config.run import OptimizerConfig
+from ernie_jax.config.optimization import OptimizerConfig
 from ernie_jax.moe import orthogonal_loss
 
 Arrays = dict[str, jax.Array]

@@ -170,12 +170,18 @@ def extra_flops(run: RunConfig, shape: StepShape, policy: Remat) -> float:
             kept = (*plan.saved, *plan.offloaded)
             for place, kind in enumerate(segment.unit):
                 total += segment.repeats * _layer_flops(run, shape, kind, kept, last=place + 1 == len(segment.unit))
+    plan = remat_plan(remat_within(policy, kinds_of(("dense",), model)))
+    if run.mtp_blocks and not plan.everything:
+        # What the projection gives has no tag: the layer starts from it.
+        projection = 4 * model.hidden_size * model.hidden_size
+        layer = _layer_flops(run, shape, "dense", (*plan.saved, *plan.offloaded), last=True)
+        total += run.mtp_blocks * (projection + layer)
     tokens = shape.tokens * shape.devices / shape.tensor * run.parts
     total *= tokens
     if model.vision is not None:
         plan = remat_plan(remat_within(policy, ("vision_block",)))
         if not plan.everything:
-            block = _block_flops(model, shape, (*plan.saved, *plan.offloaded))
+            block = _block_flops(model, shape, (*plan.saved, *plan.offloaded), run.compute.attention_chunk)
             total += model.vision.depth * block * shape.patches * shape.devices * run.parts
     return total
 
@@ -184,12 +190,7 @@ def _layer_flops(run: RunConfig, shape: StepShape, kind: str, kept: tuple[str, .
     """Of a token in a layer."""
     model, moe = run.model, run.model.moe
     dim, heads, d = model.hidden_size, model.num_attention_heads, model.head_dim
-    if shape.chunked:
-        # Every query tile meets the key tiles up to its own: (N + 1) / 2 of them.
-        chunk = min(run.compute.attention_chunk, run.seq_len)
-        scores = 2 * heads * d * chunk * (math.ceil(run.seq_len / chunk) + 1) / 2
-    else:
-        scores = 2 * heads * d * run.seq_len
+    scores = 2 * heads * d * (_tiles_met(run.seq_len, run.compute.attention_chunk) if shape.chunked else run.seq_len)
     total = 0.0
     if "qkv" not in kept:
         total += 2 * dim * d * (heads + 2 * model.num_key_value_heads)
@@ -217,11 +218,13 @@ def _layer_flops(run: RunConfig, shape: StepShape, kind: str, kept: tuple[str, .
     return total
 
 
-def _block_flops(model: ModelConfig, shape: StepShape, kept: tuple[str, ...]) -> float:
-    """Of a patch in a block of the tower; attention as if every patch met all of the device's."""
+def _block_flops(model: ModelConfig, shape: StepShape, kept: tuple[str, ...], chunk: int) -> float:
+    """Of a patch in a block of the tower. Attention stays within a frame: by tiles a patch meets between one of them and all of the
+    device's, of which the middle counts, as in `program_flops`; the dense kernel computes all."""
     vision = model.vision
     assert vision is not None
-    dim, scores = vision.hidden_size, 2 * vision.hidden_size * shape.patches
+    met = _tiles_met(shape.patches, chunk) if shape.vision_chunked else shape.patches
+    dim, scores = vision.hidden_size, 2 * vision.hidden_size * met
     total = 0.0
     total += 0 if "vit_qkv" in kept else 6 * dim * dim
     if "vit_attn_out" not in kept or (shape.vision_chunked and "vit_attn_log_sum" not in kept):
@@ -230,3 +233,9 @@ def _block_flops(model: ModelConfig, shape: StepShape, kept: tuple[str, ...]) ->
         total += scores
     total += 0 if "vit_residual" in kept else 2 * dim * dim
     return total + (0 if "vit_act" in kept else 2 * dim * vision.intermediate_size)
+
+
+def _tiles_met(length: int, chunk: int) -> float:
+    """Tokens of the tiles that a tile meets: of a causal row all N up to its own, (N + 1) / 2 on average."""
+    chunk = min(chunk, length)
+    return chunk * (math.ceil(length / chunk) + 1) / 2

@@ -29,8 +29,8 @@ _STRUCTURE = (
     "model",
     "trainable",
     "moe.freeze_gate",
-    "moe.placement_every",
     "optimizer.ema_decay",
+    "moe.placement_every",
     "optimizer.gradient_compression",
 )
 

@@ -52,9 +52,8 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
     Raises:
       ValueError: a batch size that microbatches and devices do not split, a pattern of `trainable` that names nothing.
     """
-    gradients: Callable[..., Any] = make_gradients(run, layout)
-    if run.optimizer.gradient_compression != "none":
-        gradients = make_compressed_gradients(run, layout)
+    compressed = run.optimizer.gradient_compression != "none"
+    gradients: Callable[..., Any] = (make_compressed_gradients if compressed else make_gradients)(run, layout)
     schedule = Schedule(run.schedule, run.steps)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

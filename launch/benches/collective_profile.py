@@ -86,7 +86,7 @@ def collective_table(shares: Mapping[str, Mapping[str, float]]) -> Table:
         caption="from a profile; waiting for other devices is part of it",
     )
     for heading in ("mesh", *KINDS, "all"):
-        table.add_column(heading, justify="left" if heading == "mesh" else "right")
+        table.add_column(heading.replace("-", " "), justify="left" if heading == "mesh" else "right", overflow="fold")
     for name, share in shares.items():
-        table.add_row(name, *(f"{share[kind]:.1%}" for kind in KINDS), f"{sum(share.values()):.1%}")
+        table.add_row(name.replace(",", " "), *(f"{share[kind]:.1%}" for kind in KINDS), f"{sum(share.values()):.1%}")
     return table

@@ -49,9 +49,10 @@ class CompiledExchanges:
 
 @dataclass(frozen=True)
 class _Experts:
-    """Experts that are these arrays."""
+    """Experts that are these arrays, each at its own place."""
 
     arrays: ExpertWeights
+    place: None = None
 
     def weights(self) -> ExpertWeights:
         return self.arrays
@@ -68,7 +69,7 @@ def _compiled(options: Mapping[str, Any], fields: Mapping[str, Any]) -> list[dic
 
     def loss(x: jax.Array, weights: jax.Array, arrays: ExpertWeights, index: jax.Array) -> jax.Array:
         with use_layout(layout):
-            y = apply_experts(x, Routing(index, weights), [_Experts(arrays)], (None,), compute, "silu")  # type: ignore[list-item]
+            y = apply_experts(x, Routing(index, weights), [_Experts(arrays)], (None,), compute, "silu")[0]  # type: ignore[list-item]
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
     shape = (devices, options["tokens"])

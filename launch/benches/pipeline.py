@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     warn_if_busy(others, console)
     _check_losses(losses)
     found = {name: _fields(args, runs[name][0], facts[name], rounds, name) for name in runs}
-    console.print(_table(args, found))
+    console.print(*_tables(args, found))
     grown, ratio = found["1f1b"]["growth"], found["1f1b"]["wall_ratio"]
     console.print(
         f"temporary bytes of 1f1b grow by {grown:.1%} from {args.microbatches} to {args.more_microbatches} microbatches, of gpipe "
@@ -227,22 +227,24 @@ def _fields(args: argparse.Namespace, run: RunConfig, facts: Mapping[str, Any], 
     }
 
 
-def _table(args: argparse.Namespace, found: Mapping[str, Mapping[str, Any]]) -> Table:
+def _tables(args: argparse.Namespace, found: Mapping[str, Mapping[str, Any]]) -> tuple[Table, Table]:
+    """What is counted, and what is timed."""
     few, many = args.microbatches, args.more_microbatches
-    table = Table(
-        title=f"pipeline schedules on {args.mesh}", caption="active: forwards and backwards of all stages, run = simulated"
+    counts = Table(
+        title=f"pipeline schedules on {args.mesh}", caption="active: forwards + backwards of all stages, run = simulated"
     )
-    headings = ("", f"temp MB, M={few}", f"M={many}", "growth", "ticks", "active", "bubble", "formula")
-    for heading in (*headings, "wall, ms", "ratio", "processor, ms", "ratio"):
-        table.add_column(heading, justify="right" if heading else "left")
+    for heading in ("", f"temp MB M={few}", f"M={many}", "growth", "ticks", "active", "bubble", "formula"):
+        counts.add_column(heading, justify="right" if heading else "left")
+    times = Table(title="a training step", caption="ratios are to gpipe in the same round")
+    for heading in ("", "wall, ms", "ratio", "processor, ms", "ratio"):
+        times.add_column(heading, justify="right" if heading else "left")
     for name, f in found.items():
         memory = [f"{size / 1e6:.2f}" for size in f["temp_bytes"].values()]
         active = "+".join(str(n) for n in np.sum(f["active"], axis=0))
-        shares = f"{f['bubble']:.1%}", f"{f['formula']:.1%}"
+        counts.add_row(name, *memory, f"{f['growth']:.1%}", str(f["ticks"]), active, f"{f['bubble']:.1%}", f"{f['formula']:.1%}")
         wall = f"{f['seconds'] * 1e3:.0f}", f"{f['wall_ratio']:.2f}"
-        processor = f"{f['cpu_seconds'] * 1e3:.0f}", f"{f['cpu_ratio']:.2f}"
-        table.add_row(name, *memory, f"{f['growth']:.1%}", str(f["ticks"]), active, *shares, *wall, *processor)
-    return table
+        times.add_row(name, *wall, f"{f['cpu_seconds'] * 1e3:.0f}", f"{f['cpu_ratio']:.2f}")
+    return counts, times
 
 
 def _check_losses(losses: Mapping[str, Sequence[float]]) -> None:

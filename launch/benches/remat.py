@@ -69,10 +69,8 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     if jax.device_count() < count:
         return _again(count)
     console = Console()
-    console.print(
-        f"training step compiled under each policy, {args.mesh or 'one device'}, {args.dtype}; bytes of temporaries are "
-        "only indicative on CPU"
-    )
+    where = args.mesh or "one device"
+    console.print(f"training step compiled under each policy, {where}, {args.dtype}; temporaries are only indicative on CPU")
     tables = {}
     for model in models:
         wanted = policies[model] if "full" in policies[model] else [*policies[model], "full"]

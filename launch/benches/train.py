@@ -278,5 +278,7 @@ def _mesh_table(meshes: Mapping[str, Mapping[str, Any]]) -> Table:
         table.add_column(heading, justify="left" if heading == "mesh" else "right")
     for name, m in meshes.items():
         wall, cpu = f"{m['seconds'] * 1e3:.1f}", f"{m['cpu_seconds'] * 1e3:.1f}"
-        table.add_row(name, f"{m['tokens_per_s']:,.0f}", wall, f"{m['wall_ratio']:.2f}", cpu, f"{m['cpu_ratio']:.2f}")
+        table.add_row(
+            name.replace(",", " "), f"{m['tokens_per_s']:,.0f}", wall, f"{m['wall_ratio']:.2f}", cpu, f"{m['cpu_ratio']:.2f}"
+        )
     return table

@@ -16,7 +16,9 @@ from safetensors.numpy import load_file
 
 from ernie_jax.checkpoint import TrainCheckpointer, load_pretrained
 from ernie_jax.config import config_from_hf
-from ernie_jax.config.run import DataConfig, LossConfig, OptimizerConfig, RunConfig
+from ernie_jax.config.data import DataConfig
+from ernie_jax.config.optimization import OptimizerConfig
+from ernie_jax.config.run import LossConfig, RunConfig
 from ernie_jax.sharding import make_mesh
 from ernie_jax.testing import tiny_moe
 from ernie_jax.train import init_state, run_layout

@@ -30,10 +30,11 @@ MESHES = {
 
 
 class Fixed:
-    """Experts that are these arrays."""
+    """Experts that are these arrays, which stand in another order."""
 
-    def __init__(self, arrays):
-        self.arrays = arrays
+    def __init__(self, arrays, seed):
+        self.place = np.random.default_rng(seed).permutation(E).astype(np.int32)
+        self.arrays = jax.tree.map(lambda a: a[np.argsort(self.place)], arrays)
 
     def weights(self):
         return self.arrays
@@ -87,15 +88,15 @@ def results(function, x, weights, experts, probe):
     return y, gradients, compiled.as_text()
 
 
-def exchanged(mesh, index, compute, sets=2):
+def exchanged(mesh, index, compute):
     """The function (x, weights, experts) over a mesh; the grouped products are dense, so that compiling is quick."""
     mesh = make_mesh(**mesh, devices=jax.devices()[: int(np.prod(list(mesh.values())))])
     layout = make_layout(mesh, CONFIG)
 
     def function(x, weights, experts):
         with use_layout(layout):
-            held = [Fixed(w) for w in experts[:sets]]
-            return apply_experts(x, Routing(jnp.asarray(index), weights), held, (None,) * sets, compute, "silu")
+            held = [Fixed(w, seed) for seed, w in enumerate(experts)]
+            return apply_experts(x, Routing(jnp.asarray(index), weights), held, (None, None), compute, "silu")[0]
 
     return function
 
@@ -122,17 +123,7 @@ def there_and_back(name, x):
 # Exact ways: (mesh, sizes, skew, settings).
 EXACT = {
     "two levels": ("expert 8", {}, "uniform", {"dispatch": "two_level", "expert_nodes": 4}),
-    "two levels, odd sizes": (
-        "tensor 2 x expert 4",
-        {"batch": 3, "tokens": 7},
-        "uniform",
-        {"dispatch": "two_level", "expert_nodes": 2},
-    ),
-    "two levels, worst skew": ("data 2 x expert 4", {}, "one expert of each", {"dispatch": "two_level", "expert_nodes": 2}),
-    "five chunks of twelve tokens": ("data 2 x expert 4", {}, "uniform", {"exchange_chunks": 5}),
     "chunks, odd sizes, worst skew": ("expert 8", {"batch": 3, "tokens": 7}, "one device, all text", {"exchange_chunks": 2}),
-    "more chunks than tokens": ("expert 8", {"batch": 2, "tokens": 7}, "uniform", {"exchange_chunks": 9}),
-    "text first": ("data 2 x expert 4", {}, "uniform", {"exchange_order": "text_first"}),
     "vision first, two levels": (
         "data 2 x expert 4",
         {"batch": 3, "tokens": 7},
@@ -163,10 +154,8 @@ def test_exact_ways_equal_the_plain_sum(name):
 
 ROUNDED = {
     "fp8": ("data 2 x expert 4", "uniform", {}),
-    "int8": ("expert 8", "one expert of each", {}),
     "fp8, replicated": ("tensor 2 x expert 4", "uniform", {"dispatch": "replicated"}),
-    "int8, two levels": ("data 2 x expert 4", "one device, all text", {"dispatch": "two_level", "expert_nodes": 2}),
-    "fp8, apart": ("expert 8", "uniform", {"exchange_order": "vision_first"}),
+    "int8, two levels": ("data 2 x expert 4", "one expert of each", {"dispatch": "two_level", "expert_nodes": 2}),
 }
 
 
@@ -185,20 +174,19 @@ def test_bfloat16_rounds_both_ways():
     check("data 2 x expert 4", exchange_dtype="bfloat16", tolerance=3e-2)
 
 
-@pytest.mark.parametrize("rows", ["fp8", "int8"])
-def test_rounded_gradients_are_near_and_the_value_is_untouched(rows):
+def test_rounded_gradients_are_near_and_the_value_is_untouched():
     x, weights, experts, index, probe = case(8, 12, "uniform")
     exact = results(functools.partial(plain, index=index), x, weights, experts, probe)
     got = results(
-        exchanged(MESHES["data 2 x expert 4"], index, ComputeConfig(grouped_matmul="dense", exchange_backward=rows)),
+        exchanged(MESHES["data 2 x expert 4"], index, ComputeConfig(grouped_matmul="dense", exchange_backward="fp8")),
         *(x, weights, experts, probe),
     )
     np.testing.assert_allclose(got[0], exact[0], rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(jax.tree.leaves(got[1]), jax.tree.leaves(exact[1]), strict=True):
         mine, theirs = np.asarray(mine).ravel(), np.asarray(theirs).ravel()
         difference = np.linalg.norm(mine - theirs) / np.linalg.norm(theirs)
-        # Some rounding there must be, of no more than a step of either format.
-        assert 1e-4 < difference < {"fp8": 2**-4, "int8": 2**-6}[rows]
+        # Some rounding there must be, of no more than a step of the format.
+        assert 1e-4 < difference < 2**-4
 
 
 def all_to_alls(hlo):

@@ -105,11 +105,11 @@ def test_products_and_gradients_equal_quantise_then_multiply(config, backend):
     assert (np.asarray(pullback(d_out)[0])[-3:] == 0).all()
 
 
-def layer_of(width, mesh, dispatch="auto", rules="tp_sp"):
+def layer_of(width, mesh, rules="tp_sp", **exchange):
     """Output, its gradients, and counts of one layer of experts on a mesh, the operands the same on every mesh."""
     config = tiny_moe(num_key_value_heads=4)
     config = replace(config, moe=replace(config.moe, intermediate_size=width))
-    compute = ComputeConfig(fp8=Fp8Config(), dispatch=dispatch)
+    compute = ComputeConfig(fp8=Fp8Config(), **exchange)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(8, 12, 32)), jnp.float32)
     index = np.stack([rng.permutation(8)[:3] for _ in range(96)]).reshape(8, 12, 3)
@@ -134,15 +134,15 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dispatch", "rules"),
+    ("sizes", "rules", "exchange"),
     [
-        ({"data": 2, "tensor": 2, "expert": 2}, "auto", "tp_sp"),
-        ({"data": 2, "expert": 4}, "replicated", "fsdp"),
+        ({"data": 2, "tensor": 2, "expert": 2}, "tp_sp", {"exchange_chunks": 3}),
+        ({"data": 2, "expert": 4}, "fsdp", {"dispatch": "replicated"}),
     ],
 )
-def test_tiles_inside_a_shard_do_not_depend_on_the_mesh(sizes, dispatch, rules, alone):
+def test_tiles_inside_a_shard_do_not_depend_on_the_mesh(sizes, rules, exchange, alone):
     mesh = make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
-    arrays, (counts,) = layer_of(256, mesh, dispatch, rules)
+    arrays, (counts,) = layer_of(256, mesh, rules, **exchange)
     expected, (expected_counts,) = alone[256]
     for got, want in zip(arrays, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
@@ -174,16 +174,25 @@ def test_a_model_on_a_mesh_agrees_with_one_device():
 
 
 def test_each_modality_has_products_and_counts_of_its_own():
+    """On one device, and where vision travels first in buckets of its own, in chunks."""
     config, rng = tiny_vl(), np.random.default_rng(0)
     x, vision = jnp.asarray(rng.normal(size=(2, 9, 32)), jnp.float32), jnp.asarray(rng.random((2, 9)) < 0.4)
-    plain, quantised = (MoE(config, compute, rngs=nnx.Rngs(0)) for compute in (ComputeConfig(), ComputeConfig(fp8=Fp8Config())))
+    apart = {"exchange_order": "vision_first", "exchange_chunks": 2}
+    configs = ComputeConfig(), ComputeConfig(fp8=Fp8Config()), ComputeConfig(fp8=Fp8Config(), **apart)
+    plain, quantised, quantised_apart = (MoE(config, compute, rngs=nnx.Rngs(0)) for compute in configs)
 
-    @nnx.jit
-    def run(layer, x):
-        return layer(x, jnp.ones((2, 9), bool), vision)
+    def run(layer, x, layout=None):
+        def call(layer, x):
+            with use_layout(layout):
+                return layer(x, jnp.ones((2, 9), bool), vision)
+
+        return nnx.jit(call)(layer, x)
 
     y, output = run(quantised, x)
     expected, _ = run(plain, x)
+    on_mesh = run(quantised_apart, x, make_layout(make_mesh(expert=2, devices=jax.devices()[:2]), config))
+    np.testing.assert_allclose(on_mesh[0], y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
+    jax.tree.map(np.testing.assert_array_equal, *((o.stats.fp8, o.vision.fp8) for o in (on_mesh[1], output)))
     # Of the routed experts alone the error would be about 5%.
     assert 1e-3 < np.linalg.norm(y - expected) / np.linalg.norm(expected) < 0.06
     assert output.vision is not None

@@ -80,4 +80,5 @@ def test_the_compiled_step_is_smaller_by_it():
         added[precision] = sizes[1] - sizes[0]
     kept = ROWS * (2 * F + 4 * 4)
     assert added["fp8"] == pytest.approx(kept, rel=0.1)
+    # At most: XLA:CPU holds a widened copy of bfloat16's beside it.
     assert added["fp8"] < 0.55 * added["bfloat16"]

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ernie_jax.config.run import DataConfig, OptimizerConfig
+from ernie_jax.config.data import DataConfig
+from ernie_jax.config.optimization import OptimizerConfig
 from ernie_jax.testing import tiny_dense, tiny_moe
 from ernie_jax.train import train
 from ernie_jax.train.loss_scale import LossScale

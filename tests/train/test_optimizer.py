@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ernie_jax.config.run import OptimizerConfig
+from ernie_jax.config.optimization import OptimizerConfig
 from ernie_jax.sharding import make_mesh
 from ernie_jax.train.optimizer import decay_mask, is_gate, make_adamw, orthogonal_step
 
