@@ -48,7 +48,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="format of the weights; default: as they are")
     parser.add_argument("--max-shard-size", default="5GB", help="most bytes of a file, such as 5GB or 512MiB")
-    parser.add_argument("--mtp", choices=("drop", "keep"), default="drop", help="multi-token-prediction tensors of the source")
+    parser.add_argument(
+        "--mtp", choices=("drop", "keep"), help="tensors of multi-token prediction; default: drop of a folder, keep of a run"
+    )
     parser.add_argument("--step", type=int, help="step of a run; default: the newest whole checkpoint")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     return parser.parse_args(argv)
@@ -117,15 +119,15 @@ def _from_hugging_face(args: argparse.Namespace) -> Source:
         table_of(config)  # says now whether this class of models can be converted
         stored = files.entries[_EMBEDDING].format if _EMBEDDING in files.entries else "F32"
         size = sum(file.stat().st_size for file in {entry.file for entry in files.entries.values()})
-    dtype = FLOAT_FORMATS.get(stored, "float32")
+    dtype, mtp = FLOAT_FORMATS.get(stored, "float32"), args.mtp or "drop"
     # float32 holds every 16-bit value exactly; bfloat16 is read as such because it takes half the memory.
     read_as = "bfloat16" if dtype == "bfloat16" and args.dtype in (None, "bfloat16") else "float32"
     others = (p for p in sorted(args.source.iterdir()) if p.is_file() and p.name != "config.json" and not _is_weights(p))
     return Source(
-        what=f"{args.source}: Hugging Face weights in {dtype}, {size / 1e9:.3f} GB, MTP tensors: {args.mtp}",
+        what=f"{args.source}: Hugging Face weights in {dtype}, {size / 1e9:.3f} GB, MTP tensors: {mtp}",
         config=config,
         dtype=dtype,
-        load=lambda report: load_pretrained(args.source, dtype=read_as, mtp=args.mtp, progress=report),
+        load=lambda report: load_pretrained(args.source, dtype=read_as, mtp=mtp, progress=report),
         companions=tuple(others),
     )
 
@@ -141,14 +143,14 @@ def _from_run(args: argparse.Namespace) -> Source:
     from ernie_jax.train import abstract_state, run_layout
     from ernie_jax.train.step import model_of
 
-    if args.mtp == "keep":
-        raise ValueError("--mtp=keep: a training run has no tensors it does not train; leave --mtp out")
     folder = args.source / "checkpoints"
     with TrainCheckpointer(folder, read_only=True) as checkpoints:
         step = checkpoints.latest_valid_step() if args.step is None else args.step
         if step is None:
             raise ValueError(f"{folder} has no whole checkpoint")
         run = run_config_from(checkpoints.extra(step)["config"])
+    if args.mtp == "keep" and not run.mtp_blocks:
+        raise ValueError("--mtp=keep: this run trains no blocks of multi-token prediction; leave --mtp out")
     layout = run_layout(run, one_device_mesh())
 
     def load(report: Report) -> TextModel:
@@ -157,7 +159,10 @@ def _from_run(args: argparse.Namespace) -> Source:
         with TrainCheckpointer(folder, read_only=True) as checkpoints:
             state, _ = checkpoints.restore(step, wanted, partial=True)
         report(1, 1)
-        return model_of(run, layout, state)
+        model = model_of(run, layout, state)
+        if args.mtp == "drop":
+            model.mtp = None
+        return model
 
     kind = "weights" if run.optimizer.ema_decay is None else "running average of the weights"
     tokenizer = Path(run.data.tokenizer or args.source / "tokenizer")

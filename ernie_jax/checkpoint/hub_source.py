@@ -27,6 +27,8 @@ from ernie_jax.sharding import variables_by_path
 class HubSource:
     """What an export writes: `entries`, the content of `config.json` as `config`, and the values by `produce`.
 
+    Tensors of multi-token prediction are among them where the model has the blocks or carries the tensors along.
+
     Args:
       model: whose weights; with several processes all must make the same calls.
       dtype: format of the weights, None for that of the embedding. Router gates and biases are float32.

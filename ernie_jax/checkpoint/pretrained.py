@@ -53,21 +53,26 @@ def load_pretrained(
       mesh: where the model lives; one device by default.
       rules: sharding rules (a preset's name or a table); only used with a mesh.
       dtype: format of weights and activations; router gates and biases stay float32.
-      mtp: what to do with multi-token-prediction tensors, which no block here uses: `"drop"`, or `"keep"` to have
-        `save_pretrained` write them back untouched (they stay in `folder` until then).
+      mtp: what to do with the tensors of multi-token prediction, which only training uses: `"drop"`, `"load"` into the model's
+        `mtp` blocks, or `"keep"` to have `save_pretrained` write them back untouched (they stay in `folder` until then).
       progress: called with the bytes that are placed and the bytes there will be, after each array.
       compute: further fields of `ComputeConfig`.
 
     Raises:
       ValueError: no such folder, a broken file, or tensors that do not fit the config; all of them are listed.
     """
-    if mtp not in ("drop", "keep"):
-        raise ValueError(f"mtp={mtp!r}; expected 'drop' or 'keep'")
-    options = _compute_config(dtype, compute)
+    if mtp not in ("drop", "load", "keep"):
+        raise ValueError(f"mtp={mtp!r}; expected 'drop', 'load' or 'keep'")
+    options = _compute_config(dtype, {**compute, "mtp": mtp == "load"})
     with WeightFiles(folder) as files:
         files.rename(ALSO_STORED_AS)
         extra = _set_aside_mtp(files, mtp)
         config = _config(files)
+        if mtp == "load" and not config.num_nextn_predict_layers:
+            raise ValueError(
+                f"{files.folder}: mtp='load', but its config.json has no num_nextn_predict_layers above 0; leave mtp out for a "
+                "model without blocks of multi-token prediction"
+            )
         layout = None if mesh is None else make_layout(mesh, config, rules)
         model = _load(files, config, options, layout, progress or (lambda done, total: None))
     if extra is not None:
@@ -86,14 +91,14 @@ def _compute_config(dtype: str, options: Mapping[str, Any]) -> ComputeConfig:
 
 def _set_aside_mtp(files: WeightFiles, mtp: str) -> ExtraTensors | None:
     names = tuple(name for name in files.entries if is_mtp(name))
-    if not names:
+    if not names or mtp == "load":
         return None
     kept = ExtraTensors(str(files.folder), names) if mtp == "keep" else None
     logger.info(
         "%s: %d multi-token-prediction tensors are %s",
         files.folder,
         len(names),
-        "dropped (mtp='keep' keeps them)" if kept is None else "kept aside for export",
+        "dropped (mtp='load' loads them, 'keep' carries them along)" if kept is None else "kept aside for export",
     )
     for name in names:
         del files.entries[name]

@@ -2,9 +2,9 @@
 
 D hidden size, V vocabulary, h heads, d head width, F width of an MLP or expert, E experts.
 
-`{layer}`, `{expert}`, `{vision_expert}` and `{block}` (of the vision tower) in a published name run over the dimension of our
-array with that name; which number stands for which place is `NUMBERING`. Rows whose path a model does not have do not apply
-to it, so a table covers every shape of its class.
+`{layer}`, `{expert}`, `{vision_expert}`, `{block}` (of the vision tower) and `{mtp}` (a block of multi-token prediction) in a
+published name run over the dimension of our array with that name; which number stands for which place is `NUMBERING`. Rows
+whose path a model does not have do not apply to it, so a table covers every shape of its class.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ NUMBERING: Mapping[str, Callable[[int, ModelConfig, Stack | None], int]] = {
     # One published list holds both modalities: text experts first.
     "vision_expert": lambda place, config, stack: place + _num_experts(config),
     "block": lambda place, config, stack: place,
+    "mtp": lambda place, config, stack: place,
 }
 
 
@@ -65,9 +66,8 @@ _HUB = "model.layers.{layer}."
 _OURS = "decoder/segments/{segment}/layers/{unit}/"
 
 
-def _gated_mlp(hub: str, ours: str, index: str = "") -> tuple[Row, ...]:
+def _gated_mlp(hub: str, ours: str, stacked: str = "layer") -> tuple[Row, ...]:
     """The rows of one gated MLP: gate and up are halves 0 and 1 of one array."""
-    stacked = f"layer {index}".strip()
     return (
         Row(f"{hub}gate_proj.weight", f"{ours}gate_up", f"F D -> {stacked} D 0 F"),
         Row(f"{hub}up_proj.weight", f"{ours}gate_up", f"F D -> {stacked} D 1 F"),
@@ -75,25 +75,42 @@ def _gated_mlp(hub: str, ours: str, index: str = "") -> tuple[Row, ...]:
     )
 
 
+def _attention_and_norms(hub: str, ours: str, stacked: str = "layer") -> tuple[Row, ...]:
+    """The rows every decoder layer has."""
+    return (
+        Row(f"{hub}input_layernorm.weight", f"{ours}input_norm/scale", f"D -> {stacked} D"),
+        Row(f"{hub}post_attention_layernorm.weight", f"{ours}post_attention_norm/scale", f"D -> {stacked} D"),
+        Row(f"{hub}self_attn.q_proj.weight", f"{ours}attention/q_proj", f"(h d) D -> {stacked} D h d"),
+        Row(f"{hub}self_attn.k_proj.weight", f"{ours}attention/k_proj", f"(h d) D -> {stacked} D h d"),
+        Row(f"{hub}self_attn.v_proj.weight", f"{ours}attention/v_proj", f"(h d) D -> {stacked} D h d"),
+        Row(f"{hub}self_attn.o_proj.weight", f"{ours}attention/o_proj", f"D (h d) -> {stacked} h d D"),
+    )
+
+
 DECODER: tuple[Row, ...] = (
     Row("model.embed_tokens.weight", "embed/embedding", "V D -> V D"),
     Row("model.norm.weight", "norm/scale", "D -> D"),
     Row("lm_head.weight", "lm_head/kernel", "V D -> V D"),
-    Row(f"{_HUB}input_layernorm.weight", f"{_OURS}input_norm/scale", "D -> layer D"),
-    Row(f"{_HUB}post_attention_layernorm.weight", f"{_OURS}post_attention_norm/scale", "D -> layer D"),
-    Row(f"{_HUB}self_attn.q_proj.weight", f"{_OURS}attention/q_proj", "(h d) D -> layer D h d"),
-    Row(f"{_HUB}self_attn.k_proj.weight", f"{_OURS}attention/k_proj", "(h d) D -> layer D h d"),
-    Row(f"{_HUB}self_attn.v_proj.weight", f"{_OURS}attention/v_proj", "(h d) D -> layer D h d"),
-    Row(f"{_HUB}self_attn.o_proj.weight", f"{_OURS}attention/o_proj", "D (h d) -> layer h d D"),
+    *_attention_and_norms(_HUB, _OURS),
     *_gated_mlp(f"{_HUB}mlp.", f"{_OURS}mlp/"),
-    *_gated_mlp(f"{_HUB}mlp.experts.{{expert}}.", f"{_OURS}moe/experts/", "expert"),
+    *_gated_mlp(f"{_HUB}mlp.experts.{{expert}}.", f"{_OURS}moe/experts/", "layer expert"),
     *_gated_mlp(f"{_HUB}mlp.shared_experts.", f"{_OURS}moe/shared_experts/"),
 )
 
 _BIAS = f"{_HUB}mlp.moe_statics.e_score_correction_bias"
 
+# As Baidu publishes them; transformers knows no such blocks and passes over every tensor with `mtp` in its name.
+MTP: tuple[Row, ...] = (
+    Row("model.mtp_emb_norm.{mtp}.weight", "mtp/block/embedding_norm/scale", "D -> mtp D"),
+    Row("model.mtp_hidden_norm.{mtp}.weight", "mtp/block/hidden_norm/scale", "D -> mtp D"),
+    Row("model.mtp_linear_proj.{mtp}.weight", "mtp/block/projection/kernel", "O I -> mtp I O"),
+    *_attention_and_norms("model.mtp_block.{mtp}.", "mtp/block/layer/", "mtp"),
+    *_gated_mlp("model.mtp_block.{mtp}.mlp.", "mtp/block/layer/mlp/", "mtp"),
+)
+
 TEXT: tuple[Row, ...] = (
     *DECODER,
+    *MTP,
     Row(f"{_HUB}mlp.gate.weight", f"{_OURS}moe/router/gate", "E D -> layer E D", float32=True),
     Row(_BIAS, f"{_OURS}moe/router/bias", "0 E -> layer E", float32=True),
 )
@@ -139,7 +156,7 @@ VISION: tuple[Row, ...] = (
 # The gates are stored turned here, unlike those of text models; both modalities' biases share one tensor.
 VISION_LANGUAGE: tuple[Row, ...] = (
     *DECODER,
-    *_gated_mlp(f"{_HUB}mlp.experts.{{vision_expert}}.", f"{_OURS}moe/vision_experts/", "vision_expert"),
+    *_gated_mlp(f"{_HUB}mlp.experts.{{vision_expert}}.", f"{_OURS}moe/vision_experts/", "layer vision_expert"),
     Row(f"{_HUB}mlp.gate.weight", f"{_OURS}moe/router/gate", "D E -> layer E D", float32=True),
     Row(f"{_HUB}mlp.gate.weight_1", f"{_OURS}moe/vision_router/gate", "D E -> layer E D", float32=True),
     Row(_BIAS, f"{_OURS}moe/router/bias", "0 E -> layer E", float32=True),

@@ -93,6 +93,7 @@ class ComputeConfig:
       router_temperature: divides router scores; 1 is the published model.
       loss_chunk: tokens of a device whose logits exist at once in training.
       movable_experts: keep a table of where each expert stands among the weights, so that experts can change devices.
+      mtp: have the model's blocks of multi-token prediction, which only training uses; without, their weights are not needed.
     """
 
     dtype: str = "float32"
@@ -113,6 +114,7 @@ class ComputeConfig:
     router_temperature: float = 1.0
     loss_chunk: int = 1024
     movable_experts: bool = False
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         for field in ("dtype", "param_dtype"):

@@ -157,6 +157,10 @@ class ModelConfig:
             head_dim=self.head_dim,
             max_position_embeddings=self.max_position_embeddings,
         )
+        if self.num_nextn_predict_layers < 0:
+            raise ValueError(
+                f"ModelConfig: num_nextn_predict_layers={self.num_nextn_predict_layers}; expected 0 (none) or more blocks"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"ModelConfig: num_attention_heads={self.num_attention_heads} is not a multiple of "

@@ -71,15 +71,18 @@ class LossConfig:
         documents with few labels (many image tokens) do not weigh more a label; what is reported stays the mean.
       text_weight, multimodal_weight: factors of the labels in documents of text alone, and with images or videos.
       vision_router_weight: factor of the vision experts' router losses beside those of the text experts.
+      mtp_weight: factor of the mean loss of the blocks of multi-token prediction, where the model has them
+        (`model.num_nextn_predict_layers`); 0 trains without them, and then neither the state nor the export has their weights.
     """
 
     token_balanced: bool = False
     text_weight: float = 1.0
     multimodal_weight: float = 1.0
     vision_router_weight: float = 1.0
+    mtp_weight: float = 0.3
 
     def __post_init__(self) -> None:
-        weights = ("text_weight", "multimodal_weight", "vision_router_weight")
+        weights = ("text_weight", "multimodal_weight", "vision_router_weight", "mtp_weight")
         at_least("config.loss", 0.0, **{name: getattr(self, name) for name in weights})
         if not (self.text_weight or self.multimodal_weight):
             raise ValueError("config.loss: text_weight and multimodal_weight are both 0; one must be positive to train anything")
@@ -241,6 +244,11 @@ class RunConfig:
                 "expert axis's devices"
             )
         self._check_compression()
+        if self.mtp_blocks and self.model.vision is not None:
+            raise ValueError(
+                f"config.model.num_nextn_predict_layers={self.model.num_nextn_predict_layers} of a vision-language model; multi-"
+                "token prediction is of text models alone: set it to 0, or config.loss.mtp_weight to 0"
+            )
         # Raises now, before any work, on what only ComputeConfig checks.
         _ = self.compute
 
@@ -274,6 +282,11 @@ class RunConfig:
         return self.precision or self.dtype
 
     @property
+    def mtp_blocks(self) -> int:
+        """Blocks of multi-token prediction that the run trains."""
+        return self.model.num_nextn_predict_layers if self.loss.mtp_weight > 0 else 0
+
+    @property
     def compute(self) -> ComputeConfig:
         """How the model is run in training; parameters are stored in float32, the master copy."""
         fp8 = self.computed_in == "fp8"
@@ -288,6 +301,7 @@ class RunConfig:
             capacity_factor=self.moe.capacity_factor,
             router_temperature=self.moe.router_temperature,
             movable_experts=self.moe.placement_every > 0,
+            mtp=self.mtp_blocks > 0,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,12 +6,14 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.models.decoder import Collect, Context, Decoder
 from ernie_jax.models.inputs import TextInputs, text_inputs
+from ernie_jax.models.mtp import MultiTokenPrediction, shift_left
 from ernie_jax.models.output import ModelOutput
 from ernie_jax.moe import RouterOutput
 from ernie_jax.nn.dtypes import DtypePolicy
@@ -29,6 +31,11 @@ class TextModel(nnx.Module):
       config: its shape.
       compute: how it is run.
       layout: mesh and rules it runs on, None for one device.
+      mtp: blocks of multi-token prediction, for training alone: logits do not use them. None where the config has none or
+        `compute.mtp` does not ask for them.
+
+    Raises:
+      ValueError: multi-token prediction of a vision-language model.
     """
 
     def __init__(
@@ -43,6 +50,14 @@ class TextModel(nnx.Module):
         self.decoder = Decoder(config, compute, rngs=rngs)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtypes=self.dtypes, rngs=rngs)
         self.lm_head = None if config.tie_word_embeddings else Head(config.vocab_size, config.hidden_size, **table)
+        wanted = compute.mtp and config.num_nextn_predict_layers > 0
+        if wanted and config.vision is not None:
+            raise ValueError(
+                f"num_nextn_predict_layers={config.num_nextn_predict_layers} of a vision-language model, and compute.mtp asks for "
+                "the blocks; multi-token prediction is of text models alone, as published: set one of the two to none"
+            )
+        # Last, so that the other weights drawn from a seed are the same with it and without.
+        self.mtp = MultiTokenPrediction(config, compute, rngs=rngs) if wanted else None
 
     @property
     def head_kernel(self) -> jax.Array:
@@ -106,6 +121,25 @@ class TextModel(nnx.Module):
             hidden, _, router, _ = self._hidden(inputs, None, Collect())
             return hidden, router
 
+    def stream(self, inputs: TextInputs) -> tuple[jax.Array, tuple[RouterOutput, ...]]:
+        """Hidden states [B, T, D] before the final norm and router outputs: what `hidden` norms, `further_hidden` goes on from."""
+        with use_layout(self.layout):
+            x, _, router, _ = self._stream(inputs, None, Collect())
+            return x, router
+
+    def further_hidden(self, stream: jax.Array, inputs: TextInputs) -> jax.Array:
+        """Normed hidden states [N, B, T, D] of the N blocks of multi-token prediction; of block i the head makes logits of the
+        token i + 2 places further on.
+
+        Args:
+          stream: [B, T, D], as `stream` gives it for these inputs.
+          inputs: the tokens.
+        """
+        assert self.mtp is not None
+        with use_layout(self.layout), jax.named_scope("mtp"):
+            embedded = [self.embed(shift_left(inputs.input_ids, i + 1)) for i in range(self.mtp.depth)]
+            return self.norm(self.mtp(stream, jnp.stack(embedded), self.context(inputs)))
+
     def features(self, inputs: TextInputs) -> jax.Array | None:
         """What takes the place of token embeddings, computed by devices of all pipeline stages together; None for nothing."""
         return None
@@ -124,7 +158,7 @@ class TextModel(nnx.Module):
         """Rotary tables [B, T, d / 2] of the positions."""
         return rope_tables(position_ids, self.config.head_dim, self.config.rope_theta)
 
-    def _hidden(
+    def _stream(
         self, inputs: TextInputs, cache: KVCache | None, collect: Collect
     ) -> tuple[jax.Array, KVCache | None, tuple[RouterOutput, ...], tuple[jax.Array, ...]]:
         features = self.features(inputs)
@@ -137,8 +171,14 @@ class TextModel(nnx.Module):
         x, cache, router, states = self.decoder(x, context, cache, collect)
         if cache is not None and inputs.position_ids.ndim == 3:
             cache = cache.continue_at(inputs.position_ids.max(axis=(1, 2)) + 1)
+        return x, cache, router, (embedded, *states) if collect.hidden_states else ()
+
+    def _hidden(
+        self, inputs: TextInputs, cache: KVCache | None, collect: Collect
+    ) -> tuple[jax.Array, KVCache | None, tuple[RouterOutput, ...], tuple[jax.Array, ...]]:
+        x, cache, router, states = self._stream(inputs, cache, collect)
         x = self.norm(x)
-        return x, cache, router, (embedded, *states[:-1], x) if collect.hidden_states else ()
+        return x, cache, router, (*states[:-1], x) if collect.hidden_states else ()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))

@@ -2,11 +2,13 @@
 
 E experts, B batch, T tokens. What is differentiated is
 
-    sum of w CE / denominator + sum over MoE layers and modalities of (c_aux L_aux + c_z L_z + c_orth L_orth)
+    sum of w CE / denominator + c_mtp mean over blocks of (sum of w CE_i / denominator_i)
+    + sum over MoE layers and modalities of (c_aux L_aux + c_z L_z + c_orth L_orth)
 
 where w weighs labels by the kind of their document (text alone, or with images) and the denominator is the number of scored
 tokens or, token-balanced, the constant number of places of the step: documents with few labels then do not weigh more a label.
-The reported losses are means over scored tokens either way.
+CE_i is the
+loss of block i of multi-token prediction, if the model has any. The reported losses are means over scored tokens either way.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from ernie_jax.models.inputs import TextInputs
 from ernie_jax.models.text import TextModel
 from ernie_jax.moe import RouterStats, load_balance_loss, orthogonal_loss, z_loss
 from ernie_jax.moe.router import Router
+from ernie_jax.objectives.multi_token import mtp_labels
 from ernie_jax.objectives.next_token import chunked_cross_entropy
 from ernie_jax.objectives.step_totals import StepTotals
 
@@ -60,11 +63,13 @@ class TokenWeights:
     Attributes:
       text, multimodal: factor of labels in documents of text alone, and with images or videos.
       token_balanced: divide by the constant number of places of the step instead of the scored tokens.
+      mtp: factor of the mean loss of the blocks of multi-token prediction.
     """
 
     text: float = 1.0
     multimodal: float = 1.0
     token_balanced: bool = False
+    mtp: float = 0.0
 
     def of(self, document_kinds: jax.Array | None) -> jax.Array | None:
         """[B, T] factors, None where all are 1."""
@@ -84,6 +89,8 @@ class LossParts:
       aux, z, orthogonal: [modalities] router losses without coefficients, averaged over layers.
       stats: for each MoE layer, of the text experts.
       vision_stats: of the vision experts, empty without.
+      mtp: mean over the blocks of multi-token prediction of their cross-entropy a scored token, without coefficient; None where
+        none is trained.
     """
 
     loss: jax.Array
@@ -93,6 +100,17 @@ class LossParts:
     orthogonal: jax.Array
     stats: tuple[RouterStats, ...]
     vision_stats: tuple[RouterStats, ...] = ()
+    mtp: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeadLosses:
+    """What the head's losses are reported as: the fields `loss`, `modality_loss` and `mtp` of LossParts."""
+
+    loss: jax.Array
+    modality_loss: jax.Array
+    mtp: jax.Array | None = None
 
 
 def pretraining_loss(
@@ -115,8 +133,8 @@ def pretraining_loss(
       token_weights: how labels count.
       document_kinds: [B, T] 0 in documents of text alone, 1 in documents with images; None for text alone.
     """
-    hidden, routers = model.hidden(inputs)
-    total, losses = head_loss(model, hidden, labels, totals, token_weights, document_kinds)
+    stream, routers = model.stream(inputs)
+    total, losses = head_loss(model, stream, inputs, labels, totals, token_weights, document_kinds)
     stats = [tuple(router.stats for router in routers)]
     if totals.vision is not None:
         stats.append(tuple(router.vision for router in routers if router.vision is not None))
@@ -135,25 +153,43 @@ def pretraining_loss(
 
 def head_loss(
     model: TextModel,
-    hidden: jax.Array,
+    stream: jax.Array,
+    inputs: TextInputs,
     labels: jax.Array,
     totals: StepTotals,
     token_weights: TokenWeights,
     document_kinds: jax.Array | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """(cross-entropy to differentiate, (mean loss, mean loss by kind of document) to report) of normed hidden states [B, T, D]."""
-    weighted, losses = chunked_cross_entropy(
-        hidden,
-        model.head_kernel,
-        labels,
-        model.dtypes,
-        chunk=model.compute.loss_chunk,
-        layout=model.layout,
-        weights=token_weights.of(document_kinds),
-    )
-    denominator = totals.places if token_weights.token_balanced else totals.scored
-    mean = jnp.sum(losses) / jnp.maximum(totals.scored, 1.0)
-    return weighted / jnp.maximum(denominator, 1.0), (mean, _by_document(losses, document_kinds, totals))
+) -> tuple[jax.Array, HeadLosses]:
+    """(cross-entropies to differentiate, what to report) of hidden states [B, T, D] behind the decoder, before the final norm.
+
+    Multi-token prediction is part of it where the model has its blocks, the weights count it and the totals know its labels.
+    """
+
+    def cross_entropy(hidden: jax.Array, labels: jax.Array, scored: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        weighted, losses = chunked_cross_entropy(
+            hidden,
+            model.head_kernel,
+            labels,
+            model.dtypes,
+            chunk=model.compute.loss_chunk,
+            layout=model.layout,
+            weights=token_weights.of(document_kinds),
+        )
+        denominator = totals.places if token_weights.token_balanced else scored
+        return weighted / jnp.maximum(denominator, 1.0), jnp.sum(losses) / jnp.maximum(scored, 1.0), losses
+
+    total, mean, losses = cross_entropy(model.norm(stream), labels, totals.scored)
+    by_document = _by_document(losses, document_kinds, totals)
+    if model.mtp is None or totals.mtp_scored is None or not token_weights.mtp:
+        return total, HeadLosses(mean, by_document)
+    further = jnp.zeros((), jnp.float32)
+    hidden = model.further_hidden(stream, inputs)
+    for i in range(model.mtp.depth):
+        own = mtp_labels(labels, inputs.segment_ids, i)
+        added, reported, _ = cross_entropy(hidden[i], own, totals.mtp_scored[i])
+        total += token_weights.mtp / model.mtp.depth * added
+        further += reported / model.mtp.depth
+    return total, HeadLosses(mean, by_document, further)
 
 
 def token_losses_of(stats: RouterStats, tokens: jax.Array, top_k: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -188,7 +224,7 @@ def gate_losses(model: TextModel, totals: StepTotals, weights: RouterLossWeights
 
 
 def loss_parts(
-    losses: tuple[jax.Array, jax.Array],
+    losses: HeadLosses,
     aux: jax.Array,
     z: jax.Array,
     orthogonal: jax.Array,
@@ -196,10 +232,10 @@ def loss_parts(
 ) -> LossParts:
     """What is reported, of sums over layers [modalities] and the statistics of each modality's layers."""
     layers = jnp.array([max(1, len(some)) for some in stats], jnp.float32)
-    mean, of_modality = losses
     aux, z, orthogonal = (jax.lax.stop_gradient(sums / layers) for sums in (aux, z, orthogonal))
     frozen = jax.lax.stop_gradient(stats)
-    return LossParts(mean, of_modality, aux, z, orthogonal, frozen[0], frozen[1] if len(frozen) > 1 else ())
+    vision = frozen[1] if len(frozen) > 1 else ()
+    return LossParts(losses.loss, losses.modality_loss, aux, z, orthogonal, frozen[0], vision, losses.mtp)
 
 
 def _routers(model: TextModel, *, vision: bool) -> list[Router]:

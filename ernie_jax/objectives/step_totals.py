@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from ernie_jax.objectives.multi_token import mtp_scored
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class StepTotals:
       places: number of places B T of the step, padding included.
       share: the part of the step that is at hand (1 without accumulation), by which split-independent terms are weighted.
       text, vision: by modality; None for a model or a batch of text alone.
+      mtp_scored: [N], tokens with a label of each block of multi-token prediction; None where none is trained.
     """
 
     scored: jax.Array
@@ -42,6 +45,7 @@ class StepTotals:
     share: jax.Array
     text: ModalityTotals
     vision: ModalityTotals | None = None
+    mtp_scored: jax.Array | None = None
 
     @property
     def modalities(self) -> tuple[ModalityTotals, ...]:
@@ -65,8 +69,9 @@ class StepTotals:
         document_kinds: jax.Array | None = None,
         *,
         share: float = 1.0,
+        mtp_blocks: int = 0,
     ) -> StepTotals:
-        """Counted in the arrays [B, T] of a whole step."""
+        """Counted in the arrays [B, T] of a whole step, for so many blocks of multi-token prediction."""
         scored, valid = labels >= 0, segment_ids != 0
 
         def count(mask: jax.Array) -> jax.Array:
@@ -76,4 +81,5 @@ class StepTotals:
         vision = None if modality_ids is None else ModalityTotals(count(valid & (modality_ids != 0)), count(scored & mixed))
         tokens = valid if modality_ids is None else valid & (modality_ids == 0)
         text = ModalityTotals(count(tokens), count(scored & ~mixed))
-        return cls(count(scored), jnp.float32(labels.size), jnp.float32(share), text, vision)
+        further = mtp_scored(labels, segment_ids, mtp_blocks) if mtp_blocks else None
+        return cls(count(scored), jnp.float32(labels.size), jnp.float32(share), text, vision, further)

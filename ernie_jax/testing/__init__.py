@@ -4,7 +4,7 @@ from ernie_jax.testing.configs import tiny_dense, tiny_moe, tiny_vl
 from ernie_jax.testing.gradients import Evaluation, loss_and_gradients, random_batch, worst_difference
 from ernie_jax.testing.hlo import Collective, collectives, count_collectives
 from ernie_jax.testing.multimodal import BATCHES, MultimodalRows, multimodal_rows
-from ernie_jax.testing.oracle import oracle_logits, oracle_moe
+from ernie_jax.testing.oracle import oracle_logits, oracle_moe, oracle_mtp_logits
 
 __all__ = [
     "BATCHES",
@@ -17,6 +17,7 @@ __all__ = [
     "multimodal_rows",
     "oracle_logits",
     "oracle_moe",
+    "oracle_mtp_logits",
     "random_batch",
     "tiny_dense",
     "tiny_moe",

@@ -46,9 +46,9 @@ def random_batch(config: ModelConfig, batch: int, tokens: int, seed: int = 0) ->
 
 
 @functools.cache
-def initial_state(config: ModelConfig, seed: int) -> Any:
-    """The state of a freshly initialised model on one device."""
-    return nnx.state(init_model(config, seed=seed))
+def initial_state(config: ModelConfig, seed: int, mtp: bool = False) -> Any:
+    """The state of a freshly initialised model on one device, with its blocks of multi-token prediction or without."""
+    return nnx.state(init_model(config, ComputeConfig(mtp=mtp), seed=seed))
 
 
 def loss_and_gradients(
@@ -79,14 +79,15 @@ def loss_and_gradients(
     multimodal = config.vision is not None
     graphdef, abstract = nnx.split(abstract_model(config, compute, layout))
     # Initialised once on one device and then placed: an initialisation compiled for each mesh would take longer than the step.
-    state = initial_state(config, seed)
+    state = initial_state(config, seed, compute.mtp)
     state = jax.device_put(state if edit is None else edit(state), state_shardings(abstract, layout))
     params, rest = nnx.split_state(state, nnx.Param, ...)
 
     def loss(params: Any, rest: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, LossParts]:
         model: TextModel = nnx.merge(graphdef, params, rest)
         kinds = batch.get("document_kinds")
-        totals = StepTotals.of(batch["labels"], batch["segment_ids"], batch.get("modality_ids"), kinds)
+        blocks = config.num_nextn_predict_layers if compute.mtp else 0
+        totals = StepTotals.of(batch["labels"], batch["segment_ids"], batch.get("modality_ids"), kinds, mtp_blocks=blocks)
         return pretraining_loss(model, inputs_of(batch), batch["labels"], totals, weights, token_weights, kinds)
 
     placed = batch

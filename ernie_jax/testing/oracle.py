@@ -40,8 +40,31 @@ def oracle_logits(
     batch, tokens = input_ids.shape
     segments = np.ones((batch, tokens), int) if segment_ids is None else segment_ids
     positions = np.broadcast_to(np.arange(tokens), (batch, tokens)) if position_ids is None else position_ids
-    table = params["embed/embedding"].astype(np.float64)
-    x = table[input_ids]
+    return _logits(config, params, _stream(config, params, input_ids, segments, positions))
+
+
+def oracle_mtp_logits(
+    config: ModelConfig, params: Mapping[str, Array], input_ids: Array, segment_ids: Array, position_ids: Array
+) -> Array:
+    """Logits [N, B, T, V] of the blocks of multi-token prediction, zeros taking the place of tokens of another document."""
+    x, blocks = _stream(config, params, input_ids, segment_ids, position_ids), []
+    for i in range(config.num_nextn_predict_layers):
+        w = {path[len("mtp/block/") :]: a[i].astype(np.float64) for path, a in params.items() if path.startswith("mtp/block/")}
+        embedded = np.zeros(x.shape)
+        for b, t in np.ndindex(*input_ids.shape):
+            if t + i + 1 < input_ids.shape[1] and segment_ids[b, t + i + 1] == segment_ids[b, t]:
+                embedded[b, t] = params["embed/embedding"][input_ids[b, t + i + 1]]
+        e, h = _rms(embedded, w["embedding_norm/scale"], config.rms_norm_eps), _rms(x, w["hidden_norm/scale"], config.rms_norm_eps)
+        dim = config.hidden_size
+        u = e @ w["projection/kernel"][:dim] + h @ w["projection/kernel"][dim:]
+        layer = {path[len("layer/") :]: a for path, a in w.items() if path.startswith("layer/")}
+        x = _layer(config, "dense", layer, u, segment_ids, position_ids)
+        blocks.append(_logits(config, params, x))
+    return np.stack(blocks)
+
+
+def _stream(config: ModelConfig, params: Mapping[str, Array], input_ids: Array, segments: Array, positions: Array) -> Array:
+    x: Array = params["embed/embedding"].astype(np.float64)[input_ids]
     for segment in range(len(segments_of(config))):
         plan = segments_of(config)[segment]
         for repeat in range(plan.repeats):
@@ -53,9 +76,13 @@ def oracle_logits(
                     if path.startswith(prefix)
                 }
                 x = _layer(config, kind, weights, x, segments, positions)
-    x = _rms(x, params["norm/scale"].astype(np.float64), config.rms_norm_eps)
-    head = table if config.tie_word_embeddings else params["lm_head/kernel"].astype(np.float64)
-    return x @ head.T
+    return x
+
+
+def _logits(config: ModelConfig, params: Mapping[str, Array], x: Array) -> Array:
+    head = params["embed/embedding" if config.tie_word_embeddings else "lm_head/kernel"].astype(np.float64)
+    logits: Array = _rms(x, params["norm/scale"].astype(np.float64), config.rms_norm_eps) @ head.T
+    return logits
 
 
 def _layer(config: ModelConfig, kind: str, w: Mapping[str, Array], x: Array, segments: Array, positions: Array) -> Array:

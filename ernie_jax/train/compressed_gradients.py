@@ -77,7 +77,8 @@ def make_compressed_gradients(run: RunConfig, layout: Layout) -> CompressedGradi
             return summed
 
         assert state.held is not None
-        totals = StepTotals.of(batch["labels"], batch["segment_ids"], share=1.0 / (run.parts * shards))
+        share = 1.0 / (run.parts * shards)
+        totals = StepTotals.of(batch["labels"], batch["segment_ids"], share=share, mtp_blocks=run.mtp_blocks)
         with use_layout(layout):
             parts = split_microbatches(after_totals(totals, batch), run.parts)
         if count_first:

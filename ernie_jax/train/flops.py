@@ -57,9 +57,9 @@ class ModelCost:
     patch: float
 
     @classmethod
-    def of(cls, config: ModelConfig, seq_len: int) -> ModelCost:
-        """For causal rows of `seq_len` tokens."""
-        text = flops_per_token(config, seq_len)
+    def of(cls, config: ModelConfig, seq_len: int, *, mtp_blocks: int = 0) -> ModelCost:
+        """For causal rows of `seq_len` tokens, with so many blocks of multi-token prediction in training."""
+        text = flops_per_token(config, seq_len, mtp_blocks=mtp_blocks)
         if config.vision is None:
             return cls(text, text, 0.0)
         moe = config.moe
@@ -86,8 +86,11 @@ def patch_parameters(config: ModelConfig) -> float:
     return tower + resampler / area
 
 
-def matmul_parameters(config: ModelConfig) -> int:
-    """Weights in matrix products that one token goes through: active parameters without embedding look-up, norms and biases."""
+def matmul_parameters(config: ModelConfig, *, mtp_blocks: int = 0) -> int:
+    """Weights in matrix products that one token goes through: active parameters without embedding look-up, norms and biases.
+
+    A block of multi-token prediction has a projection, a dense layer, and the model's head once more.
+    """
     d = config.hidden_size
     attention = d * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
     total = d * config.vocab_size
@@ -100,13 +103,16 @@ def matmul_parameters(config: ModelConfig) -> int:
             assert moe is not None
             experts = 3 * d * (moe.num_experts_per_tok * moe.intermediate_size + moe.shared_intermediate_size)
             total += d * moe.num_experts + experts
-    return total
+    further = 2 * d * d + attention + 3 * d * config.intermediate_size + d * config.vocab_size
+    return total + mtp_blocks * further
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Model FLOPs of forward and backward of one token in a causal row of `seq_len` tokens."""
-    attention = 12.0 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * (seq_len / 2)
-    return 6.0 * matmul_parameters(config) + attention
+def flops_per_token(config: ModelConfig, seq_len: int, *, mtp_blocks: int = 0) -> float:
+    """Model FLOPs of forward and backward of one token in a causal row of `seq_len` tokens, with so many blocks of multi-token
+    prediction in training."""
+    layers = config.num_hidden_layers + mtp_blocks
+    attention = 12.0 * layers * config.num_attention_heads * config.head_dim * (seq_len / 2)
+    return 6.0 * matmul_parameters(config, mtp_blocks=mtp_blocks) + attention
 
 
 def peak_flops(devices: list[jax.Device], override: float | None = None) -> Peak:

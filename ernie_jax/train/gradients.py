@@ -92,7 +92,8 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
 
         values = trained_values(run, state.params)
         kinds = batch.get("modality_ids"), batch.get("document_kinds")
-        totals = StepTotals.of(batch["labels"], batch["segment_ids"], *kinds, share=1.0 if staged else 1.0 / run.parts)
+        share = 1.0 if staged else 1.0 / run.parts
+        totals = StepTotals.of(batch["labels"], batch["segment_ids"], *kinds, share=share, mtp_blocks=run.mtp_blocks)
         with use_layout(layout):
             parts = split_microbatches(after_totals(totals, batch), run.parts)
         if staged is not None:
@@ -124,8 +125,9 @@ def make_losses(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batch],
             means = staged.forward({}, all_values(state), parts, totals).parts.modality_loss
         else:
             model: TextModel = nnx.merge(graphdef, state.params, state.biases)
-            hidden, _ = model.hidden(inputs_of(batch))
-            means = head_loss(model, hidden, batch["labels"], totals, token_weights, kinds)[1][1]
+            inputs = inputs_of(batch)
+            stream, _ = model.stream(inputs)
+            means = head_loss(model, stream, inputs, batch["labels"], totals, token_weights, kinds)[1].modality_loss
         scored = jnp.stack([modality.scored for modality in totals.modalities])
         return means * jnp.maximum(scored, 1.0), scored
 
@@ -147,7 +149,12 @@ def loss_weights(run: RunConfig) -> RouterLossWeights:
 def token_weights_of(run: RunConfig) -> TokenWeights:
     """How labels count."""
     loss = run.loss
-    return TokenWeights(text=loss.text_weight, multimodal=loss.multimodal_weight, token_balanced=loss.token_balanced)
+    return TokenWeights(
+        text=loss.text_weight,
+        multimodal=loss.multimodal_weight,
+        token_balanced=loss.token_balanced,
+        mtp=loss.mtp_weight if run.mtp_blocks else 0.0,
+    )
 
 
 def after_totals(totals: StepTotals, batch: Batch) -> Batch:

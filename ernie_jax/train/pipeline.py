@@ -16,6 +16,7 @@ from ernie_jax.models.decoder import Collect
 from ernie_jax.moe import RouterOutput, RouterStats
 from ernie_jax.objectives import IGNORE
 from ernie_jax.objectives.pretraining import (
+    HeadLosses,
     LossParts,
     RouterLossWeights,
     TokenWeights,
@@ -186,9 +187,9 @@ class PipelinedObjective:
             loss, report = self._router_losses(routers, self._choices(self.stages.behind, totals), totals)
             kinds = item.get("document_kinds")
             if not self.with_head:
-                zero = jnp.zeros((), jnp.float32)
-                return loss, ((zero, jnp.zeros(len(totals.modalities))), report)
-            head, losses = head_loss(model, model.norm(x), item["labels"], totals, self.token_weights, kinds)
+                nothing = HeadLosses(jnp.zeros((), jnp.float32), jnp.zeros(len(totals.modalities)))
+                return loss, (nothing, report)
+            head, losses = head_loss(model, x, inputs, item["labels"], totals, self.token_weights, kinds)
         return loss + head, (losses, report)
 
     def _router_losses(

@@ -170,6 +170,12 @@ def extra_flops(run: RunConfig, shape: StepShape, policy: Remat) -> float:
             kept = (*plan.saved, *plan.offloaded)
             for place, kind in enumerate(segment.unit):
                 total += segment.repeats * _layer_flops(run, shape, kind, kept, last=place + 1 == len(segment.unit))
+    plan = remat_plan(remat_within(policy, kinds_of(("dense",), model)))
+    if run.mtp_blocks and not plan.everything:
+        # What the projection gives has no tag: the layer starts from it.
+        projection = 4 * model.hidden_size * model.hidden_size
+        layer = _layer_flops(run, shape, "dense", (*plan.saved, *plan.offloaded), last=True)
+        total += run.mtp_blocks * (projection + layer)
     tokens = shape.tokens * shape.devices / shape.tensor * run.parts
     total *= tokens
     if model.vision is not None:

@@ -150,7 +150,7 @@ class _Trainer:
 
     def _hooks(self, checkpoints: RunCheckpoints, show: Progress) -> list[Hook]:
         run = self.run
-        cost = ModelCost.of(run.model, run.seq_len)
+        cost = ModelCost.of(run.model, run.seq_len, mtp_blocks=run.mtp_blocks)
         hooks: list[Hook] = [BalanceHook(run.moe.balance_window, read_records(self.workdir / "metrics.jsonl"))]
         hooks.append(LogHook(self.workdir, run.log_every, self.throughput, cost, self.peak, show.show))
         if run.profile.steps:
@@ -226,12 +226,13 @@ def describe(run: RunConfig, layout: Layout, peak: Peak) -> str:
     model, moe, schedule, mesh = run.model, run.model.moe, run.schedule, layout.mesh
     count = count_parameters(model)
     experts = "" if moe is None else f", {model.num_moe_layers} of {moe.num_experts} experts, {moe.num_experts_per_tok} chosen"
+    further = f", {count.mtp:,} more in {run.mtp_blocks} multi-token-prediction blocks" if run.mtp_blocks else ""
     parts = f"in {run.parts} microbatches, computed in {run.computed_in}"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     devices = f"{mesh.size} of {mesh.devices.flat[0].device_kind}"
     figure = "unknown" if peak.flops is None else f"{peak.flops:.3g} FLOP/s"
     lines = {
-        "Model": f"{count.total:,} parameters, {count.active:,} active; {model.num_hidden_layers} layers{experts}",
+        "Model": f"{count.total:,} parameters, {count.active:,} active; {model.num_hidden_layers} layers{experts}{further}",
         "Mesh": f"{axes} ({devices}), ZeRO {run.mesh.zero}, rules {layout.rules.name}",
         "Batch": f"{run.batch_size} rows of {run.seq_len} tokens a step, {parts}",
         **_pipeline_line(run, layout),

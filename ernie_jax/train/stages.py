@@ -1,8 +1,9 @@
 """The weights of a model by where a pipeline has them. S stages, v chunks a stage, C repeats a chunk, R repeats of a segment.
 
-The segment with most layers is spread over the stages. What comes before it (the embedding, a dense prefix) belongs to the first
-virtual stage, what comes after (other layers, final norm, head and loss) to the last; those weights every stage holds for the
-length of a step, so that a tied embedding has one gradient, their sum. The vision tower and resampler belong to no stage.
+The segment with most layers is spread over the stages. What comes before it (the embedding, a dense prefix) belongs to the
+first virtual stage, what comes after (other layers, final norm, head, blocks of multi-token prediction and loss) to the last;
+those weights every stage holds for the length of a step, so that a tied embedding has one gradient, their sum. The vision tower
+and resampler belong to no stage.
 
 Between steps every stage keeps a part of every matrix (see `sharding.make_layout`). A step brings the layers of a stage together
 once, in the compute format, and takes their gradients back once, whatever the schedule and the number of layers.

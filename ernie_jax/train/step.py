@@ -174,6 +174,8 @@ def _modality_metrics(run: RunConfig, layout: Layout, batch: Batch, state: Train
         groups = 1 if i else run.moe.orthogonal_groups
         stats = parts.vision_stats if i else parts.stats
         metrics[f"orthogonal{suffix}"], metrics[_ROUTERS[i]] = _router_metrics(run, layout, _ROUTERS[i], groups, state, stats)
+    if parts.mtp is not None:
+        metrics["loss_mtp"] = parts.mtp
     if "modality_ids" in batch:
         vision = (batch["modality_ids"] != 0) & (batch["segment_ids"] != 0)
         metrics |= {

@@ -19,7 +19,10 @@ from safetensors.numpy import load_file
 from ernie_jax.checkpoint import load_pretrained, save_pretrained
 from ernie_jax.checkpoint.export import parse_size
 from ernie_jax.checkpoint.host_blocks import cut_on_device
+from ernie_jax.config import ComputeConfig
+from ernie_jax.models import init_model
 from ernie_jax.sharding import make_mesh, variables_by_path
+from ernie_jax.testing import tiny_moe
 
 _INDEX = "model.safetensors.index.json"
 
@@ -109,6 +112,42 @@ def test_mtp_kept_or_dropped(spoilable, tmp_path, size, read_folder, assert_same
     assert dropped.keys() == {name for name in source.tensors if "mtp" not in name}
     # No promise of a block that is not there.
     assert "num_nextn_predict_layers" not in json.loads((tmp_path / "dropped" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_mtp_blocks_come_back_bit_for_bit_under_their_published_names(blocks, tmp_path, read_folder, assert_same_bits):
+    model = init_model(tiny_moe(num_nextn_predict_layers=blocks), ComputeConfig(mtp=True), seed=4)
+    tensors = _exported(model, tmp_path / "out", read_folder)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == blocks
+    projections = {f"self_attn.{p}_proj.weight" for p in "qkvo"} | {f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+    layer = projections | {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    assert {name for name in tensors if "mtp" in name} == {
+        *(f"model.mtp_{part}.{i}.weight" for part in ("emb_norm", "hidden_norm", "linear_proj") for i in range(blocks)),
+        *(f"model.mtp_block.{i}.{name}" for name in layer for i in range(blocks)),
+    }
+    for i in range(blocks):
+        kernel = np.asarray(model.mtp.block.projection.kernel[...])[i]
+        np.testing.assert_array_equal(tensors[f"model.mtp_linear_proj.{i}.weight"], kernel.T)
+        assert tensors[f"model.mtp_block.{i}.self_attn.k_proj.weight"].shape == (16, 32)
+    mesh = make_mesh(data=2, tensor=2, expert=2)
+    again = load_pretrained(tmp_path / "out", mtp="load", mesh=mesh, rules="fsdp")
+    assert_same_bits(_exported(again, tmp_path / "again", read_folder), tensors)
+    kept = load_pretrained(tmp_path / "out", mtp="keep")
+    assert_same_bits(_exported(kept, tmp_path / "kept", read_folder), tensors)
+    without = load_pretrained(tmp_path / "out")
+    assert without.mtp is None
+    rest = {name: value for name, value in tensors.items() if "mtp" not in name}
+    assert_same_bits(_exported(without, tmp_path / "without", read_folder), rest)
+
+
+def test_mtp_that_is_not_there_cannot_be_loaded(golden, spoilable):
+    with pytest.raises(ValueError, match=r"mtp='load', but its config.json has no num_nextn_predict_layers above 0"):
+        load_pretrained(golden / "moe", mtp="load")
+    source = spoilable("moe")
+    source.config["num_nextn_predict_layers"] = 1
+    with pytest.raises(ValueError, match=r"missing: model.mtp_linear_proj.0.weight"):
+        load_pretrained(source.write(), mtp="load")
 
 
 def test_mtp_source_gone(spoilable, tmp_path):

@@ -193,7 +193,7 @@ class TestMtp:
         np.testing.assert_allclose(np.asarray(model(io["input_ids"]).logits), io["logits"], atol=1e-4, rtol=1e-4)
 
     def test_unknown_choice(self, golden):
-        with pytest.raises(ValueError, match="mtp='train'; expected 'drop' or 'keep'"):
+        with pytest.raises(ValueError, match="mtp='train'; expected 'drop', 'load' or 'keep'"):
             load_pretrained(golden / "moe", mtp="train")
 
 

@@ -50,6 +50,7 @@ def test_published_recipes(name):
     assert schedule.steady_end is None and run.steps * 9 // 10 == steady
     assert (run.dtype, run.mesh.expert, run.optimizer.clip_norm, run.optimizer.weight_decay) == ("bfloat16", 8, 1.0, 0.1)
     assert (run.moe.aux_loss_coef, run.moe.bias_update_rate, run.moe.orthogonal_coef) == (1e-5, 1e-3, orthogonal)
+    assert (run.mtp_blocks, run.loss.mtp_weight, run.compute.mtp) == (1, 0.3, True)
     assert run.model.initializer_range == pytest.approx((0.3333 / run.model.hidden_size) ** 0.5, rel=1e-12)
 
 

@@ -18,8 +18,9 @@ from ernie_jax.checkpoint import TrainCheckpointer, load_pretrained
 from ernie_jax.config import config_from_hf
 from ernie_jax.config.data import DataConfig
 from ernie_jax.config.optimization import OptimizerConfig
-from ernie_jax.config.run import RunConfig
+from ernie_jax.config.run import LossConfig, RunConfig
 from ernie_jax.sharding import make_mesh
+from ernie_jax.testing import tiny_moe
 from ernie_jax.train import init_state, run_layout
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "convert.py"
@@ -107,6 +108,21 @@ def test_from_a_run(golden, tmp_path, convert, ema_decay):
     assert (tmp_path / "out" / "tokenizer.json").exists()
     # A run's checkpoint is only read.
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["3"]
+
+
+def test_blocks_of_multi_token_prediction_go_along_unless_dropped(tmp_path, convert, capsys):
+    settings = {"steps": 5, "batch_size": 8, "seq_len": 8, "data": DataConfig(kind="standard_library")}
+    run = RunConfig(model=tiny_moe(num_nextn_predict_layers=1), **settings)
+    for name, source in (("run", run), ("none", dataclasses.replace(run, loss=LossConfig(mtp_weight=0.0)))):
+        with TrainCheckpointer(tmp_path / name / "checkpoints") as checkpoints:
+            checkpoints.save(1, init_state(source, run_layout(source, make_mesh(data=8))), {"config": source.to_dict(), "data": []})
+    for flags, kept in ((), True), (("--mtp", "keep"), True), (("--mtp", "drop"), False):
+        out = tmp_path / f"out_{len(flags)}_{kept}"
+        assert convert.main(["--from", str(tmp_path / "run"), "--to", str(out), *flags]) == 0
+        assert any("mtp" in name for name in load_file(out / "model.safetensors")) is kept
+        assert ("num_nextn_predict_layers" in json.loads((out / "config.json").read_text())) is kept
+    assert convert.main(["--from", str(tmp_path / "none"), "--to", str(tmp_path / "out"), "--mtp", "keep"]) == 2
+    assert "trains no blocks of multi-token prediction" in capsys.readouterr().err
 
 
 def test_user_errors(golden, tmp_path, convert, capsys):

@@ -55,7 +55,7 @@ def fresh_state(layout_of):
     known = {}
 
     def make(run, layout):
-        key = (run.model, run.seed, run.moe.freeze_gate, bool(run.moe.placement_every), run.optimizer)
+        key = (run.model, run.mtp_blocks, run.seed, run.moe.freeze_gate, bool(run.moe.placement_every), run.optimizer)
         if key not in known:
             known[key] = jax.device_get(init_state(run, layout_of(run)))
         return jax.device_put(known[key], state_shardings(run, layout))

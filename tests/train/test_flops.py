@@ -1,7 +1,7 @@
 import jax
 import pytest
 
-from ernie_jax.config import preset
+from ernie_jax.config import count_parameters, preset
 from ernie_jax.testing import tiny_dense, tiny_moe, tiny_vl
 from ernie_jax.train.flops import (
     PEAK_FLOPS,
@@ -26,9 +26,16 @@ def test_a_token_costs_six_flops_a_weight_and_half_a_row_of_attention():
     assert flops_per_token(config, 100) == 6 * matmul_parameters(config) + 12 * 2 * 4 * 16 * 50
 
 
-def test_active_weights_of_a_published_model_are_its_active_parameters_less_tables_and_norms():
-    from ernie_jax.config import count_parameters
+def test_a_block_of_multi_token_prediction_costs_a_projection_a_dense_layer_and_a_head():
+    config = preset("ernie-4.5-21b-a3b")
+    block = 2 * 2560 * 2560 + 2560 * 128 * 2 * (20 + 4) + 3 * 2560 * 12288
+    assert block == count_parameters(config).mtp - 4 * 2560
+    more = flops_per_token(config, 4096, mtp_blocks=1) - flops_per_token(config, 4096)
+    assert more == 6 * (block + 2560 * 103424) + 12 * 20 * 128 * 2048
+    assert ModelCost.of(config, 4096, mtp_blocks=1).text_token == flops_per_token(config, 4096) + more
 
+
+def test_active_weights_of_a_published_model_are_its_active_parameters_less_tables_and_norms():
     config = preset("ernie-4.5-300b-a47b")
     norms = config.hidden_size * (2 * config.num_hidden_layers + 1)
     biases = config.num_moe_layers * config.moe.num_experts

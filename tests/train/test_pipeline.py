@@ -25,6 +25,8 @@ MODELS = {
     "vl": tiny_vl(num_hidden_layers=4, num_experts_per_tok=2),
     # Sections before and behind the spread one, MoE layers among them.
     "ends": tiny_moe(num_hidden_layers=6, layer_start=0, layer_end=0, num_experts_per_tok=2),
+    # The last stage looks embeddings up too, and its blocks' gradient of the tied table is a third part of it.
+    "mtp": tiny_moe(num_hidden_layers=5, num_experts_per_tok=2, num_nextn_predict_layers=2),
 }
 TWO_LEVELS = {"dispatch": "two_level", "expert_nodes": 2}
 LENGTH = 13  # no mesh axis divides it
@@ -60,6 +62,7 @@ CASES = [
     Case("uneven", {"pipeline": 4, "expert": 2}, "gpipe"),
     Case("uneven", {"pipeline": 2, "tensor": 2}, "interleaved", 2, {"capacity_factor": 1.0}),
     Case("ends", {"pipeline": 2, "expert": 4}, moe={"exchange_chunks": 2} | TWO_LEVELS, microbatches=2),
+    Case("mtp", {"pipeline": 2, "data": 2, "tensor": 2}, remat="full"),
     Case("vl", {"pipeline": 2, "data": 2, "tensor": 2}, moe={"balance_scope": "step"}),
     Case("vl", {"pipeline": 3}, "gpipe"),
 ]
@@ -183,9 +186,16 @@ def test_a_pipelined_run_steps_and_evaluates_as_one_device(staged_run_of, run_of
     assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-def test_collectives_of_a_stage_stay_within_it(staged_run_of, layout_of):
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(CASES[2], moe={"exchange_dtype": "int8", "exchange_chunks": 2}),
+        *(case for case in CASES if case.model == "mtp"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_collectives_of_a_stage_stay_within_it(case, staged_run_of, layout_of):
     """Sending to the next stage is the only permutation: on CPU every one waits for all devices, and stages take branches apart."""
-    case = dataclasses.replace(CASES[2], moe={"exchange_dtype": "int8", "exchange_chunks": 2})
     run = staged_run_of(case)
     layout = layout_of(run, **case.sizes)
     batch = {key: jax.ShapeDtypeStruct((8, LENGTH), np.int32) for key in TEXT_KEYS}

@@ -44,10 +44,13 @@ def test_flops_count_loops_by_their_rounds_and_leave_out_what_nobody_needs():
     assert program_flops(jax.value_and_grad(lambda x, w: remat(x, w).sum(), (0, 1)), a, b) - plain == 2 * 4 * 8 * 8
 
 
-@pytest.mark.parametrize(("attention", "mesh"), [("dense", {}), ("chunked", {"tensor": 2, "expert": 2})])
-def test_predicted_flops_are_those_of_the_program(tiny_run, layout_of, attention, mesh):
+@pytest.mark.parametrize(
+    ("attention", "mesh", "mtp_blocks"), [("dense", {}, 0), ("chunked", {"tensor": 2, "expert": 2}, 0), ("chunked", {}, 2)]
+)
+def test_predicted_flops_are_those_of_the_program(tiny_run, layout_of, attention, mesh, mtp_blocks):
     """Of every policy of a text model, to the last operation."""
-    run = tiny_run(model=MODEL, attention=attention, seq_len=256, moe={"aux_loss_coef": 0.0})
+    model = dataclasses.replace(MODEL, num_nextn_predict_layers=mtp_blocks)
+    run = tiny_run(model=model, attention=attention, seq_len=256, moe={"aux_loss_coef": 0.0})
     layout = layout_of(run, **mesh)
     plain = step_flops(run, layout)
     shape = StepShape.of(run, layout)
