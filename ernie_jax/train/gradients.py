@@ -18,6 +18,7 @@ from ernie_jax.models import Batch, TextModel, abstract_model, inputs_of
 from ernie_jax.models.batches import logical_axes_of
 from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, TokenWeights, head_loss, pretraining_loss
 from ernie_jax.objectives.step_totals import StepTotals
+from ernie_jax.parallel import after
 from ernie_jax.sharding import BATCH_AXES, Layout, constrain, use_layout
 from ernie_jax.train.loss_scale import scaled, unscaled
 from ernie_jax.train.optimizer import Arrays
@@ -158,13 +159,9 @@ def token_weights_of(run: RunConfig) -> TokenWeights:
 
 
 def after_totals(totals: StepTotals, batch: Batch) -> Batch:
-    """The same batch, but known only once the totals are.
-
-    XLA:CPU keeps no order between a sum over devices and a loop that has such sums inside when neither needs the other: devices
-    that begin with different ones wait for each other for ever. A choice that is always the same is a need it cannot remove.
-    """
-    known = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(totals)) >= 0
-    return {name: jnp.where(known, values, 0) for name, values in batch.items()}
+    """The same batch, but known only once the totals are: they are sums over devices, and loops with such sums follow."""
+    ordered: Batch = after(batch, jnp.stack([jnp.sum(leaf) for leaf in jax.tree.leaves(totals)]), everywhere=True)
+    return ordered
 
 
 def with_choices(totals: StepTotals, model: TextModel, parts: Batch) -> StepTotals:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ernie_jax.parallel.pipeline import Simulation, Span
+from ernie_jax.train.plots import write_figure
 
 _COLOURS = {False: "Blues", True: "Oranges"}
 _IDLE = "#d9d9d9"
@@ -38,13 +39,7 @@ def plot_timetable(simulations: Mapping[str, Simulation], path: str | Path, *, t
     """
     if not simulations:
         raise ValueError("no schedule to draw; give at least one simulation by name")
-    figure = timetable_figure(simulations)
-    if title:
-        figure.suptitle(title)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+    return write_figure(timetable_figure(simulations), path, title)
 
 
 def timetable_figure(simulations: Mapping[str, Simulation]) -> Figure:

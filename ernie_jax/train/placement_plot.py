@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from ernie_jax.train.plots import write_figure
+
 
 def plot_placement(loads: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | Path, *, title: str = "") -> Path:
     """Write a PNG: for each kind of experts, every layer's device loads before and after, and each layer's fullest device.
@@ -28,12 +30,7 @@ def plot_placement(loads: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str
         for axes, load, when in ((row[0], before, "before"), (row[1], after, "after")):
             _draw_devices(figure, axes, load, top, f"{name}, {when} (1 = even share)")
         _draw_fullest(row[2], before, after)
-    if title:
-        figure.suptitle(title)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+    return write_figure(figure, path, title)
 
 
 def _draw_devices(figure: Figure, axes: Any, load: np.ndarray, top: float, title: str) -> None:

@@ -39,7 +39,7 @@ def plot_run(records: Sequence[Record], path: str | Path, *, unigram_entropy: fl
     _draw_loss(axes[0], records, unigram_entropy)
     for place, (name, load) in enumerate(loads.items(), 1):
         _draw_load(figure, axes[place], load, names[name] if len(loads) > 1 else "expert")
-    return _write(figure, path, title)
+    return write_figure(figure, path, title)
 
 
 def plot_comparison(runs: Mapping[str, Sequence[Record]], metrics: Sequence[str], path: str | Path) -> Path:
@@ -67,7 +67,7 @@ def plot_comparison(runs: Mapping[str, Sequence[Record]], metrics: Sequence[str]
         axes.set(xlabel="step", title=metric)
         axes.grid(alpha=0.3)
         axes.legend()
-    return _write(figure, path, "")
+    return write_figure(figure, path)
 
 
 def metric_of(record: Record, metric: str) -> float | None:
@@ -83,7 +83,8 @@ def _metrics(record: Record) -> list[str]:
     return [*(key for key, value in record.items() if isinstance(value, int | float)), *inner]
 
 
-def _write(figure: Figure, path: str | Path, title: str) -> Path:
+def write_figure(figure: Figure, path: str | Path, title: str = "") -> Path:
+    """Write a figure as a PNG, under a heading where there is one, into a folder made if missing; returns the path."""
     if title:
         figure.suptitle(title)
     path = Path(path)

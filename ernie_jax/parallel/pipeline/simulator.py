@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ernie_jax.parallel.pipeline.timetable import IDLE, Timetable
+from ernie_jax.parallel.pipeline.timetable import IDLE, TickRows, Timetable
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,8 @@ def simulate(
         spans.append(Span(stage, k // stages, m, bool(back), float(start), float(end)))
     rows = timetable.rows
     active = np.stack([(rows.forward != IDLE).sum(0), (rows.backward != IDLE).sum(0)], axis=1)
-    return Simulation(tuple(spans), float(free.max()), busy, timetable.ticks, active, _waiting(timetable))
+    return Simulation(tuple(spans), float(free.max()), busy, timetable.ticks, active, _waiting(rows))
 
 
-def _waiting(timetable: Timetable) -> np.ndarray:
-    rows = timetable.rows
-    return np.array([len(set(rows.arrival_slot[:, s].tolist()) - {rows.slots}) for s in range(timetable.stages)])
+def _waiting(rows: TickRows) -> np.ndarray:
+    return np.array([len(set(slots.tolist()) - {rows.slots}) for slots in rows.arrival_slot.T])
