@@ -38,7 +38,7 @@ def test_bytes_and_flops_agree_with_the_prediction():
         (["--policy", "offload"], "offloading is not for CPU"),
         (["--tokens", "1"], "--tokens must be at least 2"),
         (["--layers", "2"], "--layers must be at least 3"),
-        (["--mesh", "pipeline=2"], "expected axis=size"),
+        (["--mesh", "pipeline:2"], "expected axis=size"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(refused, arguments, said):
