@@ -36,7 +36,7 @@ quickstart-vl: $(VENV)/.installed-demo
 		--questions=$(VL_WORKDIR)/digits/heldout.jsonl --run=$(VL_WORKDIR) --picture=$(VL_WORKDIR)/plots/answers.png --batch-size=192 --max-new-tokens=8
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

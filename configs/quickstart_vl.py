@@ -18,7 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.batch_size = 32
     config.seq_len = 128
     config.mesh.update({"data": 4, "expert": 2})
-    config.schedule.update({"kind": "wsd", "peak": 1e-3, "minimum": 1e-4})
+    config.schedule.update({"kind": "wsd", "peak": 1e-3, "minimum": 1e-5})
     # References, so that `--config.steps=100` scales the schedule with it.
     config.schedule.warmup = config.get_ref("steps") // 20
     config.schedule.steady_end = config.get_ref("steps") // 2
@@ -27,5 +27,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.loss.update({"multimodal_weight": 10.0})
     config.data.update({"kind": "digits", "text_weight": 0.02, "max_bytes": 1_000_000, "max_patches": 512})
     config.checkpoint.update({"every": 0, "keep": 1})
-    config.eval.update({"every": 150, "batches": 6})
+    config.eval.update({"every": 300, "batches": 6})
     return config

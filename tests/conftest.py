@@ -1,5 +1,6 @@
 """Every test runs on eight fake CPU devices, at the highest matmul precision, with compiled programs kept on disk."""
 
+import gc
 import importlib.metadata
 import os
 import tempfile
@@ -28,6 +29,16 @@ jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected_once():
+    """What a module leaves (traced programs, compiled ones) is kept for later modules and not looked through for garbage again,
+    which would take a growing part of the time."""
+    gc.set_threshold(20_000, 20, 20)
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

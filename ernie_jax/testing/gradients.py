@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from ernie_jax.config import ComputeConfig, ModelConfig
 from ernie_jax.models import TextModel, abstract_model, batch_shardings, init_model, inputs_of
 from ernie_jax.objectives.pretraining import LossParts, RouterLossWeights, TokenWeights, pretraining_loss
 from ernie_jax.objectives.step_totals import StepTotals
-from ernie_jax.sharding import make_layout, state_shardings, variables_by_path
+from ernie_jax.sharding import Layout, make_layout, state_shardings, variables_by_path
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,30 @@ def loss_and_gradients(
       seed: of the parameters.
       edit: a function of the state that changes parameters before the run, for example to skew the routing.
     """
-    layout = make_layout(mesh, config, rules)
-    multimodal = config.vision is not None
-    graphdef, abstract = nnx.split(abstract_model(config, compute, layout))
+    layout, abstract, program = _program(config, mesh, compute, rules, weights, token_weights)
     # Initialised once on one device and then placed: an initialisation compiled for each mesh would take longer than the step.
     state = initial_state(config, seed, compute.mtp)
     state = jax.device_put(state if edit is None else edit(state), state_shardings(abstract, layout))
     params, rest = nnx.split_state(state, nnx.Param, ...)
+    placed = batch
+    if config.vision is not None:
+        # Rows that the batch shards do not divide stay whole; patches are always spread, as the pipeline spreads them.
+        where = batch_shardings(layout, multimodal=True)
+        shards = layout.shards("batch")
+        placed = {key: jax.device_put(x, where[key] if len(x) % shards == 0 else layout.replicated) for key, x in batch.items()}
+    compiled = program(params, rest, placed)
+    (value, parts), gradients = compiled(params, rest, placed)
+    arrays = {path: np.asarray(variable[...]) for path, variable in variables_by_path(gradients).items()}
+    return Evaluation(float(value), arrays, jax.device_get(parts), compiled.as_text() or "")
+
+
+@functools.lru_cache(maxsize=8)
+def _program(
+    config: ModelConfig, mesh: Mesh, compute: ComputeConfig, rules: str, weights: RouterLossWeights, token_weights: TokenWeights
+) -> tuple[Layout, Any, Callable[..., Any]]:
+    """Layout, abstract state, and arguments -> the compiled program: one for all batches of a shape, for tracing takes its time."""
+    layout = make_layout(mesh, config, rules)
+    graphdef, abstract = nnx.split(abstract_model(config, compute, layout))
 
     def loss(params: Any, rest: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, LossParts]:
         model: TextModel = nnx.merge(graphdef, params, rest)
@@ -90,16 +108,15 @@ def loss_and_gradients(
         totals = StepTotals.of(batch["labels"], batch["segment_ids"], batch.get("modality_ids"), kinds, mtp_blocks=blocks)
         return pretraining_loss(model, inputs_of(batch), batch["labels"], totals, weights, token_weights, kinds)
 
-    placed = batch
-    if multimodal:
-        # Rows that the batch shards do not divide stay whole; patches are always spread, as the pipeline spreads them.
-        where = batch_shardings(layout, multimodal=True)
-        shards = layout.shards("batch")
-        placed = {key: jax.device_put(x, where[key] if len(x) % shards == 0 else layout.replicated) for key, x in batch.items()}
-    compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, rest, placed).compile()
-    (value, parts), gradients = compiled(params, rest, placed)
-    arrays = {path: np.asarray(variable[...]) for path, variable in variables_by_path(gradients).items()}
-    return Evaluation(float(value), arrays, jax.device_get(parts), compiled.as_text() or "")
+    step, known = jax.jit(jax.value_and_grad(loss, has_aux=True)), {}
+
+    def program(params: Any, rest: Any, batch: dict[str, jax.Array]) -> Any:
+        kind = tuple((key, x.shape, getattr(x, "sharding", None)) for key, x in batch.items())
+        if kind not in known:
+            known[kind] = step.lower(params, rest, batch).compile()
+        return known[kind]
+
+    return layout, abstract, program
 
 
 def worst_difference(one: Evaluation, other: Evaluation) -> tuple[float, str]:

@@ -92,10 +92,6 @@ def test_capacity_counts_each_modality_on_its_own():
         assert stats.load.sum() + stats.dropped == stats.tokens * 3
 
 
-def test_remat():
-    check({"data": 1}, compute=ComputeConfig(remat=("attn_out", "vit_attn_out")))
-
-
 def test_patches_that_no_device_needs_change_nothing():
     rows = multimodal_rows(CONFIG)
     one = loss_and_gradients(CONFIG, rows.batch(), one_device_mesh())

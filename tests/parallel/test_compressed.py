@@ -30,7 +30,8 @@ def summed(compression, arrays, held):
         return sums, jax.tree.map(lambda a: a[None], held)
 
     spec = P("data")
-    return jax.shard_map(body, mesh=mesh(), in_specs=(spec, spec), out_specs=(P(), spec), check_vma=False)(arrays, held)
+    call = jax.shard_map(body, mesh=mesh(), in_specs=(spec, spec), out_specs=(P(), spec), check_vma=False)
+    return jax.jit(call)(arrays, held)
 
 
 def summed_one(compression, array, held=None):

@@ -1,12 +1,10 @@
 """`remat="auto"`, the FLOPs and bytes it goes by, and the guard that recomputes experts on imbalance."""
 
 import dataclasses
-import json
 import logging
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from ernie_jax.config.run import DataConfig
@@ -15,6 +13,7 @@ from ernie_jax.train import train
 from ernie_jax.train.abstract_batch import abstract_batch
 from ernie_jax.train.imbalance import ImbalanceGuard, load_skew
 from ernie_jax.train.program_flops import program_flops
+from ernie_jax.train.records import read_records
 from ernie_jax.train.remat_choice import candidates, choose_remat, compile_step, step_bytes, step_flops
 from ernie_jax.train.remat_prediction import StepShape, extra_flops, unit_bytes
 
@@ -44,9 +43,7 @@ def test_flops_count_loops_by_their_rounds_and_leave_out_what_nobody_needs():
     assert program_flops(jax.value_and_grad(lambda x, w: remat(x, w).sum(), (0, 1)), a, b) - plain == 2 * 4 * 8 * 8
 
 
-@pytest.mark.parametrize(
-    ("attention", "mesh", "mtp_blocks"), [("dense", {}, 0), ("chunked", {"tensor": 2, "expert": 2}, 0), ("chunked", {}, 2)]
-)
+@pytest.mark.parametrize(("attention", "mesh", "mtp_blocks"), [("dense", {}, 0), ("chunked", {"tensor": 2, "expert": 2}, 2)])
 def test_predicted_flops_are_those_of_the_program(tiny_run, layout_of, attention, mesh, mtp_blocks):
     """Of every policy of a text model, to the last operation."""
     model = dataclasses.replace(MODEL, num_nextn_predict_layers=mtp_blocks)
@@ -62,20 +59,15 @@ def test_predicted_flops_are_those_of_the_program(tiny_run, layout_of, attention
     assert 0 < extras["experts"] < extras["full"] and 0 < extras["attention"] < extras["full"]
 
 
-def test_predicted_bytes_are_those_of_the_compiled_step(tiny_run, layout_of):
-    """What one layer more costs under a policy, beyond what it costs when only its input is kept."""
-
-    def slope(policy):
-        sizes = []
-        for layers in (3, 7):
-            run = tiny_run(model=dataclasses.replace(MODEL, num_hidden_layers=layers), remat=policy, seq_len=128, attention="dense")
-            sizes.append(step_bytes(compile_step(run, layout_of(run))))
-        return (sizes[1] - sizes[0]) / 4, unit_bytes(run.model, StepShape.of(run, layout_of(run)), policy, ("moe",))
-
-    (least, input_bytes), (size, predicted) = slope("full"), slope("attention")
-    # 8 x 128 tokens of width 32: the input alone.
-    assert input_bytes == 8 * 128 * 32 * 4
-    assert size - least == pytest.approx(predicted - input_bytes, rel=0.02)
+def test_predicted_bytes_by_hand(tiny_run, layout_of):
+    """8 x 128 tokens of width 32, float32. `launch/bench.py remat` compares with compiled steps."""
+    run = tiny_run(model=MODEL, seq_len=128, attention="dense")
+    shape = StepShape.of(run, layout_of(run))
+    assert unit_bytes(MODEL, shape, "full", ("moe",)) == 8 * 128 * 32 * 4
+    # Beside the input: the residual, the gate and up of the shared expert of width 16, 8 scores, 2 rows of 2 x 16 a token, and
+    # the order of the rows and its inverse.
+    more = 8 * 128 * (32 + 2 * 16 + 8 + 2 * 2 * 16 + 2 * 2) * 4
+    assert unit_bytes(MODEL, shape, "attention", ("moe",)) == 8 * 128 * 32 * 4 + more
 
 
 def chosen(run, layout):
@@ -125,27 +117,16 @@ def test_skew_is_of_devices_over_all_layers_and_modalities():
 
 
 def test_imbalance_swaps_the_step_once_where_memory_is_short(tiny_run, tmp_path, caplog):
-    def run_of(**changes):
-        data = DataConfig(kind="standard_library", max_bytes=300_000)
-        sections = {"mesh": {"expert": 2, "data": -1}, "checkpoint": {"every": 0}}
-        run = tiny_run(model=MODEL, steps=6, log_every=2, remat_on_imbalance=0.0, data=data, **sections)
-        return dataclasses.replace(run, **changes)
-
-    def records(name):
-        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-
+    data = DataConfig(kind="standard_library", max_bytes=300_000)
+    sections = {"mesh": {"expert": 2, "data": -1}, "checkpoint": {"every": 0}}
+    run = tiny_run(model=MODEL, steps=6, log_every=2, remat_on_imbalance=0.0, device_memory_bytes=1000, data=data, **sections)
     caplog.set_level(logging.INFO, logger="ernie_jax")
-    results = [
-        train(run_of(device_memory_bytes=room), tmp_path / name, say=lambda _: None)
-        for name, room in (("short", 1000), ("ample", 10**12))
-    ]
-    short, ample = records("short"), records("ample")
-    assert [r["experts_recomputed"] for r in short] == [1, 1, 1]
-    assert [r["experts_recomputed"] for r in ample] == [0, 0, 0]
-    assert all(r["load_skew"] > 0 for r in short)
+    train(run, tmp_path, say=lambda _: None)
+    found = read_records(tmp_path / "metrics.jsonl")
+    assert [r["experts_recomputed"] for r in found] == [1, 1, 1]
+    assert all(r["load_skew"] > 0 for r in found)
     (message,) = [r.getMessage() for r in caplog.records if "experts are recomputed from here on" in r.getMessage()]
     assert "after step 2:" in message and "remat none -> experts=full,vision_experts=full" in message
-    np.testing.assert_allclose(results[0].loss, results[1].loss, rtol=1e-5)
 
 
 def test_buffers_of_a_capacity_hold_a_skew_below_it(tiny_run, layout_of):
@@ -158,6 +139,8 @@ def test_buffers_of_a_capacity_hold_a_skew_below_it(tiny_run, layout_of):
     # is worst case, 48 rows a peer, 2 slots a row; width 16.
     activations = 2 * (2 * 48 * 2) * 2 * 16 * 4
     assert guard.needed(0.75) == int(step_bytes(step) + 0.5 * activations)
+    guard.at_record({"step": run.log_every, "router": {"load": [[9, 9, 9, 9, 0, 0, 0, 0]]}}, False)
+    assert not guard.recomputing, "twice the mean on one device, and room for it"
     unbounded = dataclasses.replace(run, moe=dataclasses.replace(run.moe, capacity_factor=None))
     assert ImbalanceGuard(unbounded, layout, step, 10**9).needed(0.9) == step_bytes(step)
 
