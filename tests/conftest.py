@@ -32,13 +32,14 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _collected_once():
-    """What a module leaves (traced programs, compiled ones) is kept for later modules and not looked through for garbage again,
-    which would take a growing part of the time."""
+def _few_objects():
+    """Programs that earlier modules traced and compiled are let go once there are many: looking through them for garbage would take
+    a growing part of the time, and the code of compiled ones counts against what a process may map."""
     gc.set_threshold(20_000, 20, 20)
     yield
-    gc.collect()
-    gc.freeze()
+    if len(gc.get_objects()) > 600_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

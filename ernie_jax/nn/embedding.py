@@ -25,7 +25,10 @@ class Embedding(nnx.Module):
         # Every tensor shard looks all tokens up in its rows, and only the sum is split along the sequence. Left to itself the
         # partitioner shuffles tokens between shards first, by a permutation that on CPU waits for all devices, other stages' too.
         input_ids = constrain_in_stage(input_ids, "batch", "full_sequence")
-        vectors = self.dtypes.cast(jnp.take(self.embedding[...], input_ids, axis=0))
+        # Rows whole, and so in the backward pass: where ZeRO keeps a table's gradient split along both axes, the partitioner of
+        # jax 0.10 ends the process over the scatter that adds to it.
+        table = constrain_in_stage(self.embedding[...], "vocab", None)
+        vectors = self.dtypes.cast(jnp.take(table, input_ids, axis=0))
         vectors = constrain_in_stage(vectors, "batch", "full_sequence", "activation_embed")
         return constrain(vectors, "batch", "sequence", "activation_embed")
 

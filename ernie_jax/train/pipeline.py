@@ -36,7 +36,7 @@ from ernie_jax.parallel.pipeline import (
     make_timetable,
     run_pipeline,
 )
-from ernie_jax.sharding import Layout, use_layout
+from ernie_jax.sharding import Layout, make_layout, use_layout
 from ernie_jax.train.loss_scale import LossScale, scaled, unscaled
 from ernie_jax.train.optimizer import Arrays, is_gate
 from ernie_jax.train.stages import ModelStages, StageWeights
@@ -67,13 +67,15 @@ class PipelinedObjective:
     Attributes:
       stages: the cut model.
       weights, token_weights: see `objectives.pretraining`.
-      gradient_layout: of gradients while they are summed.
+      sum_layout: of gradients while a stage sums them.
+      gradient_layout: of gradients after that.
       with_head: whether the head and its loss are wanted; without them only the routers are.
     """
 
     stages: ModelStages
     weights: RouterLossWeights
     token_weights: TokenWeights
+    sum_layout: Layout
     gradient_layout: Layout
     with_head: bool = True
 
@@ -110,7 +112,7 @@ class PipelinedObjective:
             features=features,
             scale=scaled(jnp.ones((), jnp.float32), loss_scale),
         )
-        sums = run_pipeline(program, timetable, inputs, stages.layout.mesh, lambda e, s: stages.placed(e, s, self.gradient_layout))
+        sums = run_pipeline(program, timetable, inputs, stages.layout.mesh, lambda e, s: stages.placed(e, s, self.sum_layout))
         orthogonal, gate_gradients = self._gates(values, fixed, totals)
         gradients = None
         if timetable.backward_tick is not None:
@@ -273,7 +275,14 @@ class PipelinedGradients:
         Raises:
           ValueError: fewer layers than virtual stages.
         """
-        objective = PipelinedObjective(ModelStages(run, layout), weights, token_weights, moment_layout(run, layout))
+        kept = moment_layout(run, layout)
+        within, summed = layout, kept
+        if layout.mesh.shape["tensor"] > 1:
+            # Weights split along both of their axes would be turned around inside a stage, by permutations that on CPU wait for
+            # all devices, other stages' too. With a tensor axis ZeRO therefore brings weights together, and splits gradients,
+            # once a step.
+            within = summed = make_layout(layout.mesh, run.model, "tp_sp") if run.mesh.rules == "fsdp" else layout
+        objective = PipelinedObjective(ModelStages(run, within), weights, token_weights, summed, kept)
         timetable = make_timetable(
             run.pipeline.schedule,
             stages=layout.mesh.shape["pipeline"],

@@ -123,7 +123,8 @@ def _measured(run: RunConfig, policy: Remat, mesh: Mapping[str, int]) -> dict[st
 
     layout = run_layout(run, where)
     shape, whole = StepShape.of(run, layout), size(run)
-    layers = replace(model, num_hidden_layers=model.num_hidden_layers + _MORE)
+    # As many more in each stage.
+    layers = replace(model, num_hidden_layers=model.num_hidden_layers + _MORE * mesh.get("pipeline", 1))
     row = {
         "policy": policy_name(policy),
         "bytes": whole,

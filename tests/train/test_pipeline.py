@@ -62,7 +62,7 @@ CASES = [
     Case("uneven", {"pipeline": 4, "expert": 2}, "gpipe", moe={"balance_scope": "step"}),
     Case("uneven", {"pipeline": 2, "tensor": 2}, "interleaved", 2, {"capacity_factor": 1.0}),
     Case("ends", {"pipeline": 2, "expert": 4}, moe={"exchange_chunks": 2} | TWO_LEVELS, microbatches=2),
-    Case("mtp", {"pipeline": 2, "data": 2, "tensor": 2}, remat="full"),
+    Case("mtp", {"pipeline": 2, "data": 2, "tensor": 2}, zero=1, remat="full"),
     Case("vl", {"pipeline": 2, "data": 2, "tensor": 2}),
     Case("vl", {"pipeline": 3}, "gpipe"),
 ]
@@ -152,7 +152,7 @@ def check_collectives(hlo, case):
     devices = np.arange(np.prod(list(case.sizes.values()))).reshape(case.sizes["pipeline"], -1)
     stages = [set(numbers) for numbers in devices.tolist()]
     for found in collectives(hlo):
-        if found.kind == "all-to-all":
+        if found.kind == "all-to-all" and "/while/body/" in found.name:
             assert found.groups and all(any(set(group) <= stage for stage in stages) for group in found.groups), found
 
 

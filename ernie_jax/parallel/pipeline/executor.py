@@ -184,6 +184,10 @@ class _Runner:
 
         carry = sums, buffer(self.slots), buffer(self.cotangent_slots) if backward else None
         (sums, _, _), _ = jax.lax.scan(self._tick_backward if backward else self._tick_forward, carry, columns)
+        if backward:
+            # Once more behind the loop: where the sums go next would otherwise decide how the loop has them.
+            edges, stages = self.place(sums.edges, sums.stages)
+            sums = replace(sums, edges=edges, stages=stages)
         return sums
 
     def _middle(self, x: jax.Array, item: Tree, chunk: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:
