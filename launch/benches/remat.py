@@ -2,7 +2,8 @@
 
 For a text model and a tiny vision-language model. Nothing is run and no weights are made. Bytes of a layer are the difference of
 two depths, so that what is alike in all steps (weights, moments, the loss) falls out, and are counted beyond those of `full`,
-which keeps the layer's input alone. FLOPs are of the traced program, loops by their rounds (`train/program_flops.py`).
+which keeps the layer's input alone. FLOPs are of the traced program, loops by their rounds (`train/program_flops.py`); with
+stages, a tick that idles counts as one that works.
 """
 
 from __future__ import annotations
