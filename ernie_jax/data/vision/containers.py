@@ -127,7 +127,9 @@ def _opened(opener: Opener, name: str) -> Iterator[tuple[Any, Any]]:
         raise ValueError(f"{name} needs PyAV to be read; install it with: pip install 'ernie-jax[video]'") from error
     try:
         options = {"format_whitelist": ",".join(FORMATS)}
-        with opener() as file, av.open(file, container_options=options, metadata_errors="ignore") as container:
+        # Titles in no known encoding: PyAV 19 reads them as they are and no longer takes a word about it.
+        lenient: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
+        with opener() as file, av.open(file, container_options=options, **lenient) as container:
             if not container.streams.video:
                 raise ValueError(f"{name} holds no video stream")
             yield container, container.streams.video[0]

@@ -75,6 +75,11 @@ def test_seeking_finds_the_very_frame(mp4, wanted):
     assert indices_seen(open_video(mp4).read(wanted)) == wanted
 
 
+def test_words_about_a_file_in_no_known_encoding_do_not_matter(mp4):
+    assert b"Lavf" in mp4
+    assert indices_seen(open_video(mp4.replace(b"Lavf", b"\xff\xfe\xe9\xe8")).read([2])) == [2]
+
+
 def test_what_is_not_sampled_is_not_decoded(mp4):
     # Packets far from frames 2 and 50 are wiped out, and cannot be decoded.
     with av.open(io.BytesIO(mp4)) as container:
