@@ -27,5 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.loss.update({"multimodal_weight": 10.0})
     config.data.update({"kind": "digits", "text_weight": 0.02, "max_bytes": 1_000_000, "max_patches": 512})
     config.checkpoint.update({"every": 0, "keep": 1})
-    config.eval.update({"every": 300, "batches": 6})
+    # At the end alone.
+    config.eval.update({"batches": 6})
+    config.eval.every = config.get_ref("steps")
     return config

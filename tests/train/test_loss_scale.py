@@ -73,6 +73,9 @@ def test_a_scale_changes_no_bit_of_a_step(runs, fresh_state, batch_of):
         assert metrics["loss_scale"] == scale
         results.append(jax.device_get((state.params, state.opt_state, metrics["grad_norm"], metrics["total"])))
     jax.tree.map(np.testing.assert_array_equal, *results)
+    _, plain = runs["plain"][2](fresh(runs, fresh_state, "plain"), batch)
+    assert "loss_scale" not in plain
+    assert float(plain["grad_norm"]) == pytest.approx(float(results[0][2]), rel=1e-5)
 
 
 def test_an_overflow_skips_the_step_and_the_next_one_is_taken(runs, fresh_state, batch_of):

@@ -101,11 +101,12 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("stage", ["text", "adapter and vision experts"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_trains_its_part_and_nothing_else(run_of, layout_of, fresh_state, stage):
     def trained(path):
         vision = path.startswith(("vision_tower", "resampler")) or "/vision_" in path
-        return not vision if stage == "text" else vision and not path.startswith("vision_tower")
+        inside = {"text": not vision, "tower": path.startswith(("vision_tower", "resampler"))}
+        return inside.get(stage, vision and not path.startswith("vision_tower"))
 
     run = run_of(trainable=STAGES[stage])
     layout = layout_of(run)
