@@ -25,6 +25,7 @@ BENCHES = {
     "scaling": "step time against tokens, experts, layers, vocabulary and sequence, with fitted exponents",
     "placement": "balance of devices and nodes before and after experts are moved, on a skewed, drifting stream",
     "precision": "FP8 against bfloat16: loss after some quickstart steps, memory of the compiled step",
+    "convergence": "rounded, sparse and two-level communication against plain: loss after some quickstart steps, bytes of a step",
     "device": "the whole set on one GPU: training, prefill, decoding, grouped matmuls; MFU and share of memory bandwidth",
 }
 

@@ -9,11 +9,7 @@ besides, so that there FP8 looks better than it is.
 from __future__ import annotations
 
 import argparse
-import runpy
-import statistics
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,25 +18,20 @@ from rich.table import Table
 
 from benches.comparison import options_of
 from benches.provenance import provenance
-from ernie_jax.config import run_config_from
+from benches.quickstart_run import RECIPE, add_run_arguments, check_counts, final_losses, quickstart_run
 from ernie_jax.config.run import MeshConfig, RunConfig
 from ernie_jax.models import batch_shardings
 from ernie_jax.sharding import one_device_mesh
-from ernie_jax.train import train
-from ernie_jax.train.records import read_records
 from ernie_jax.train.state import abstract_state, run_layout
 from ernie_jax.train.step import make_train_step
 
 REFERENCE, TESTED = "bfloat16", "fp8"
 REMATS: dict[str, str | tuple[str, ...]] = {"full": "full", "expert_gate_up": ("expert_gate_up",), "none": "none"}
-RECIPE = Path(__file__).parents[2] / "configs" / "quickstart.py"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `bench.py precision`."""
-    parser.add_argument("--steps", type=int, default=300, help="optimiser steps of a run; the schedule scales with them")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each precision, seeds 0, 1, ...")
-    parser.add_argument("--last", type=int, default=20, help="mean training loss over the logged ones of so many last steps")
+    add_run_arguments(parser, seeds=3)
     parser.add_argument("--gradient-format", choices=("e4m3", "e5m2"), default="e4m3", help="of the gradients in FP8 products")
     parser.add_argument("--weight-gradient", action="store_true", help="multiply for the weights' gradient in FP8 too")
 
@@ -51,16 +42,14 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     Raises:
       ValueError: counts below 1.
     """
-    for name in ("steps", "seeds", "last"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    check_counts(args)
     console = Console()
     console.print(
         f"{args.steps} steps of {RECIPE.name}, {TESTED} against {REFERENCE}, seeds 0 to {args.seeds - 1}; "
         "then the memory of the compiled step"
     )
     both = (REFERENCE, TESTED)
-    losses = [{precision: _losses(args, precision, seed) for precision in both} for seed in range(args.seeds)]
+    losses = [{precision: final_losses(_run(args, precision, seed), args.last) for precision in both} for seed in range(args.seeds)]
     differences = {
         kind: [pair[TESTED][kind] / pair[REFERENCE][kind] - 1 for pair in losses] for kind in ("train_loss", "eval_loss")
     }
@@ -84,22 +73,8 @@ def run(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _run(args: argparse.Namespace, precision: str, seed: int) -> RunConfig:
-    config = runpy.run_path(str(RECIPE))["get_config"]()
-    config.update({"steps": args.steps, "seed": seed, "precision": precision, "log_every": max(1, args.steps // 60)})
-    config.fp8.update({"gradient_format": args.gradient_format, "weight_gradient": args.weight_gradient})
-    config.checkpoint.every = config.eval.every = 0
-    config.sample.prompt = ""
-    return replace(run_config_from(config), mesh=MeshConfig(data=-1))
-
-
-def _losses(args: argparse.Namespace, precision: str, seed: int) -> dict[str, float]:
-    """Mean training loss of the last steps, held-out loss after them, and steps that were skipped."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = train(_run(args, precision, seed), Path(folder), say=lambda line: None)
-        records = read_records(Path(folder) / "metrics.jsonl")
-    assert result.eval_loss is not None
-    last = statistics.fmean(record["loss"] for record in records if record["step"] > args.steps - args.last)
-    return {"train_loss": last, "eval_loss": result.eval_loss, "skipped_steps": result.skipped_steps}
+    fp8 = {"gradient_format": args.gradient_format, "weight_gradient": args.weight_gradient}
+    return quickstart_run({"precision": precision, "fp8": fp8}, steps=args.steps, seed=seed, mesh=MeshConfig(data=-1))
 
 
 def _memory(run: RunConfig) -> dict[str, int]:
