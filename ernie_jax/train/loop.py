@@ -58,10 +58,11 @@ class Loop:
             step += 1
             stopping = stop.requested(step)
             moment = Moment(step, state, batches, final=step == self.steps, stopping=stopping, notes=self.note(batch))
-            self._at_boundary(moment)
-            state = moment.state
+            # Before hooks that wait for this step, or the time they wait would be the last one's.
             if pending is not None:
                 self._deliver(*pending)
+            self._at_boundary(moment)
+            state = moment.state
             pending = moment, metrics
             if stopping:
                 break
