@@ -1,5 +1,8 @@
 """Sorting rows by expert and back, with gathers in both directions. n tokens, K slots a token, A = n K assignments, D model.
 
+Of the A sorted places only the first R may be kept, where it is known that no more go anywhere: an assignment whose place is
+beyond them has a row of zeros.
+
 The transpose of a gather is a scatter-add, slow on every backend and racy on some; since both directions of each index are
 at hand here, the backward of a gather is the gather with the inverse.
 """
@@ -34,8 +37,8 @@ def sort_by_expert(expert_index: jax.Array, num_experts: int) -> tuple[jax.Array
 
 @jax.custom_vjp
 def expand(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Rows of sorted assignments: x [n, D] -> [A, D] with row i = x[order[i] // K], K = A / n."""
-    return jnp.take(x, order // (order.shape[0] // x.shape[0]), axis=0, unique_indices=False, mode="clip")
+    """Rows of sorted assignments: x [n, D], order [R], inverse [A] -> [R, D] with row i = x[order[i] // K], K = A / n."""
+    return jnp.take(x, order // (inverse.size // x.shape[0]), axis=0, unique_indices=False, mode="clip")
 
 
 def _expand_fwd(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array, int]]:
@@ -49,9 +52,9 @@ def _expand_bwd(residuals: tuple[jax.Array, jax.Array, int], ct: jax.Array) -> t
 
 @jax.custom_vjp
 def collect(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Sum of each token's rows, the transpose of `expand`: rows [A, D], inverse [n, K] -> [n, D]."""
+    """Sum of each token's rows, the transpose of `expand`: rows [R, D], inverse [n, K] -> [n, D]."""
     # One gather a slot, added as they are read: gathering [n, K, D] first would write and read it once more.
-    parts = [jnp.take(rows, inverse[:, k], axis=0, mode="clip").astype(jnp.float32) for k in range(inverse.shape[1])]
+    parts = [_taken(rows, inverse[:, k], inverse.size).astype(jnp.float32) for k in range(inverse.shape[1])]
     return functools.reduce(jnp.add, parts).astype(rows.dtype)
 
 
@@ -66,16 +69,25 @@ def _collect_bwd(residuals: tuple[jax.Array, jax.Array], ct: jax.Array) -> tuple
 
 @jax.custom_vjp
 def permute(rows: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
-    """rows [A, ...] -> rows[index], where `index` is a permutation and `inverse` its inverse."""
-    return jnp.take(rows, index, axis=0, unique_indices=True, mode="clip")
+    """rows -> rows[index], where `index` is a permutation and `inverse` its inverse; of the sorted side the first R may be all."""
+    return _taken(rows, index, index.size, unique_indices=True)
 
 
-def _permute_fwd(rows: jax.Array, index: jax.Array, inverse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return permute(rows, index, inverse), inverse
+def _permute_fwd(rows: jax.Array, index: jax.Array, inverse: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return permute(rows, index, inverse), (index, inverse)
 
 
-def _permute_bwd(inverse: jax.Array, ct: jax.Array) -> tuple[jax.Array, np.ndarray, np.ndarray]:
-    return jnp.take(ct, inverse, axis=0, unique_indices=True, mode="clip"), no_gradient(inverse), no_gradient(inverse)
+def _permute_bwd(residuals: tuple[jax.Array, jax.Array], ct: jax.Array) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+    order, inverse = residuals
+    return _taken(ct, inverse, inverse.size, unique_indices=True), no_gradient(order), no_gradient(inverse)
+
+
+def _taken(rows: jax.Array, index: jax.Array, places: int, *, unique_indices: bool = False) -> jax.Array:
+    """rows[index] of `places` sorted places, zero where a place is beyond the rows."""
+    beyond = rows.shape[0] < places
+    return jnp.take(
+        rows, index, axis=0, unique_indices=unique_indices, mode="fill" if beyond else "clip", fill_value=0 if beyond else None
+    )
 
 
 def no_gradient(index: jax.Array) -> np.ndarray:

@@ -171,3 +171,28 @@ def test_no_expert_weight_is_gathered():
         if collective.kind == "all-gather":
             for shape in collective.shapes:
                 assert shape not in forbidden and shape[1:] not in forbidden, collective
+
+
+def test_a_bound_on_rows_shortens_the_buffers_and_changes_nothing():
+    """Seven of twelve assignments go to an expert: as many rows are enough, for both ways of weighting and every gradient."""
+    index = jnp.asarray([[2, 0, 3], [0, 3, 2], [3, 1, 3], [0, 3, 1]])
+    rng = np.random.default_rng(0)
+    x, weights, probe = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((4, 5), (4, 3), (4, 5)))
+    weights = jnp.where(index < 3, weights, 0)
+
+    def out(x, weights, plan, early):
+        rows, sizes, residuals = make_dispatcher("local", plan).dispatch(x, Routing(index, weights))
+        row_weights, taken = residuals.take_weights()
+        y = jnp.sin(rows) * (row_weights[:, None] if early else 1)
+        return make_dispatcher("local", plan).combine(y, taken if early else residuals), (rows.shape[0], sizes)
+
+    plan = ExchangePlan(num_experts=3, shards=1)
+    for early in (True, False):
+        found = {}
+        for bound in (None, 7):
+            of = functools.partial(out, plan=replace(plan, expert_rows=bound), early=early)
+            y, (rows, sizes) = of(x, weights)
+            assert rows == (bound or 12) and sizes.tolist() == [3, 2, 2]
+            found[bound] = y, *jax.grad(lambda *a, of=of: jnp.sum(of(*a)[0] * probe), argnums=(0, 1))(x, weights)
+        for short, whole in zip(found[7], found[None], strict=True):
+            np.testing.assert_allclose(short, jnp.where(index < 3, whole, 0) if whole.shape == (4, 3) else whole, rtol=1e-6)

@@ -59,7 +59,7 @@ class AllToAllDispatcher:
     inner: Dispatcher | None = None
 
     def _next(self) -> Dispatcher:
-        return self.inner or LocalDispatcher(ExchangePlan(num_experts=self.plan.experts_per_shard, shards=1))
+        return self.inner or LocalDispatcher(self.plan.of_device)
 
     def _exchange(self, buffer: jax.Array) -> jax.Array:
         """[G, C, ...] with one bucket a peer -> [G, C, ...] with the bucket each peer sent here."""

@@ -58,12 +58,14 @@ def on_each_device(
     rows_intact = batch % groups == 0
     if not (rows_intact and tokens % tensor == 0):
         x, routing = _as_grid(x, routing, groups, tensor, sets * num_experts)
-    bucket_rows = None
+    shards = layout.shards("expert")
+    bucket_rows = expert_rows = None
     if capacity_factor is not None and rows_intact:
         # Rounding up once for each set: sum of ceil(a_i) <= ceil(sum of a_i) + sets - 1.
         per_expert = row_capacity(tokens, num_experts, routing.expert_index.shape[-1], capacity_factor) + sets - 1
-        bucket_rows = batch // groups * min(tokens, per_expert * (num_experts // layout.shards("expert")))
-    plan = ExchangePlan(num_experts=sets * num_experts, shards=layout.shards("expert"), bucket_rows=bucket_rows)
+        own = per_expert * (num_experts // shards)
+        bucket_rows, expert_rows = batch // groups * min(tokens, own), batch // groups * shards * own
+    plan = ExchangePlan(num_experts=sets * num_experts, shards=shards, bucket_rows=bucket_rows, expert_rows=expert_rows)
     sequence_sharded = "tensor" in layout.rules.mesh_axes("sequence")
 
     def device(x: jax.Array, routing: Routing, weights: Any, stacks: Any) -> tuple[jax.Array, Any]:

@@ -1,4 +1,7 @@
-"""The dispatcher of a device that holds all its tokens' experts: sort, and nothing to send. n tokens, K chosen, A = n K."""
+"""The dispatcher of a device that holds all its tokens' experts: sort, and nothing to send. n tokens, K chosen, R rows.
+
+R is n K, or fewer where the plan knows that no more assignments than that go to an expert.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ernie_jax.moe.routing import Routing
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LocalResiduals:
-    """What brings results back: the sort [n K], its inverse [n, K], and the mixing weights [n, K] (None once taken)."""
+    """What brings results back: the sort [R], its inverse [n, K], and the mixing weights [n, K] (None once taken)."""
 
     order: jax.Array
     inverse: jax.Array
@@ -35,15 +38,16 @@ class LocalDispatcher:
     plan: ExchangePlan
 
     def dispatch(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, LocalResiduals]:
-        """x [n, D] -> rows [n K, D] sorted by expert; see `Dispatcher`."""
+        """x [n, D] -> rows [R, D] sorted by expert; see `Dispatcher`."""
         with jax.named_scope("moe_sort"):
-            sort = sort_by_expert(routing.expert_index.reshape(-1), self.plan.num_experts)
-            order, inverse, sizes = (checkpoint_name(a, "expert_sort") for a in sort)
+            order, *sort = sort_by_expert(routing.expert_index.reshape(-1), self.plan.num_experts)
+            # Those that go nowhere are sorted behind all others.
+            order, inverse, sizes = (checkpoint_name(a, "expert_sort") for a in (order[: self.plan.expert_rows], *sort))
             rows = expand(x, order, inverse)
         return rows, sizes, LocalResiduals(order, inverse.reshape(routing.weights.shape), routing.weights)
 
     def combine(self, outputs: jax.Array, residuals: LocalResiduals) -> jax.Array:
-        """outputs [n K, D] -> [n, D]: each token's sum of its rows times its weights."""
+        """outputs [R, D] -> [n, D]: each token's sum of its rows times its weights."""
         with jax.named_scope("moe_combine"):
             if residuals.weights is None:
                 return collect(outputs, residuals.order, residuals.inverse)

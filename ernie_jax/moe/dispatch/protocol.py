@@ -33,6 +33,7 @@ class ExchangePlan:
       shards: G, devices of the expert axis.
       axis: name of the mesh axis the experts are split over.
       bucket_rows: most rows a device may send to one peer; None for as many as it has tokens (the exact default).
+      expert_rows: most rows that the experts of one device may get; None for as many as could be sent to it.
       formats: in which rows, results and gradients travel; None leaves them as they are.
       nodes: over how many nodes the expert axis spreads, consecutive devices of it to a node; `two_level` alone reads it.
     """
@@ -41,6 +42,7 @@ class ExchangePlan:
     shards: int
     axis: str = "expert"
     bucket_rows: int | None = None
+    expert_rows: int | None = None
     formats: ExchangeFormats | None = None
     nodes: int | None = None
 
@@ -48,6 +50,11 @@ class ExchangePlan:
     def experts_per_shard(self) -> int:
         """E_local, experts of one device."""
         return self.num_experts // self.shards
+
+    @property
+    def of_device(self) -> ExchangePlan:
+        """Of the sort among one device's experts, once rows have arrived."""
+        return ExchangePlan(num_experts=self.experts_per_shard, shards=1, expert_rows=self.expert_rows)
 
 
 class Residuals(Protocol):

@@ -117,7 +117,7 @@ class RaggedDispatcher:
             )
 
     def _local(self) -> LocalDispatcher:
-        return LocalDispatcher(ExchangePlan(num_experts=self.plan.experts_per_shard, shards=1))
+        return LocalDispatcher(self.plan.of_device)
 
     def _send(self, rows: jax.Array, receive: int, counts: jax.Array) -> jax.Array:
         output = jnp.zeros((receive, *rows.shape[1:]), rows.dtype)

@@ -42,7 +42,7 @@ class ReplicatedDispatcher:
     plan: ExchangePlan
 
     def _local(self) -> LocalDispatcher:
-        return LocalDispatcher(ExchangePlan(num_experts=self.plan.experts_per_shard, shards=1))
+        return LocalDispatcher(self.plan.of_device)
 
     def spread(self, words: jax.Array, lists: jax.Array | None, route: Any) -> jax.Array:
         """See `Mover`: every row to every device."""
