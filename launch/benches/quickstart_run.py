@@ -7,7 +7,7 @@ import runpy
 import statistics
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ def quickstart_run(settings: Mapping[str, Any], *, steps: int, seed: int, mesh: 
       mesh: in place of the recipe's.
     """
     config = runpy.run_path(str(RECIPE))["get_config"]()
+    # Before anything is checked: settings may be for this mesh alone.
+    config.mesh.update(asdict(mesh))
     config.update({"steps": steps, "seed": seed, "log_every": max(1, steps // 60)})
     config.checkpoint.every = config.eval.every = 0
     config.sample.prompt = ""
@@ -55,7 +57,7 @@ def quickstart_run(settings: Mapping[str, Any], *, steps: int, seed: int, mesh: 
             config[key].update(value)
         else:
             config[key] = value
-    return replace(run_config_from(config), mesh=mesh)
+    return run_config_from(config)
 
 
 def final_losses(run: RunConfig, last: int) -> dict[str, float]:
