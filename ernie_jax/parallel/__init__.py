@@ -3,6 +3,7 @@
 from ernie_jax.parallel.compressed import Compression, Held, HeldBack, compressed_sum, make_compression, nothing_held
 from ernie_jax.parallel.data_shards import (
     check_sums_over_data,
+    held_by_arrays,
     held_specs,
     model_axes,
     nothing_held_by_shards,
@@ -19,6 +20,7 @@ __all__ = [
     "after",
     "check_sums_over_data",
     "compressed_sum",
+    "held_by_arrays",
     "held_specs",
     "make_compression",
     "model_axes",

@@ -29,7 +29,7 @@ def made(tiny_run, layout_of, fresh_state):
         run = tiny_run(model=MODEL, **sections, **changes)
         layout = layout_of(run, data=DATA)
         state = fresh_state(tiny_run(model=MODEL), layout)
-        new = jax.jit(lambda p, b: [getattr(new_state(run, p, b, DATA), name) for name in ("held", "loss_scale")])
+        new = jax.jit(lambda p, b: [getattr(new_state(run, p, b, layout), name) for name in ("held", "loss_scale")])
         held, scale = jax.device_get(new(state.params, state.biases))
         return run, layout, replace(state, held=held, loss_scale=scale)
 
