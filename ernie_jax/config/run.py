@@ -262,7 +262,7 @@ class RunConfig:
         if wrong:
             raise ValueError(
                 f"config.optimizer.gradient_compression={self.optimizer.gradient_compression!r} is for text models on a mesh of "
-                f"data, expert and tensor axes, with zero 0 or 1; here there is {', '.join(wrong)}. Change that, or set it to 'none'"
+                f"data, expert and tensor axes, with zero 0 or 1; here there is {', '.join(wrong)}. Change that, or set 'none'"
             )
 
     @property

@@ -114,13 +114,13 @@ def held_specs(held: Held, specs: Specs) -> Any:
     return {name: jax.tree.map(lambda _, name=name: _of_shards(specs[name]), kept) for name, kept in held.items()}
 
 
-def held_by_arrays(held: Held, specs: Specs, layout: Layout) -> Held:
+def held_by_arrays(held: Mapping[str, HeldBack], specs: Specs, layout: Layout) -> dict[str, HeldBack]:
     """The same held back in all, but by `of_array` alone: each device's part of the sum goes back to where it is in the array.
 
     For when the elements of the arrays change places, which parts of a sum, with no regard to dimensions, cannot follow.
     """
 
-    def device(held: Held) -> Held:
+    def device(held: dict[str, HeldBack]) -> dict[str, HeldBack]:
         def back(own: HeldBack) -> HeldBack:
             if own.of_sum is None:
                 return own
@@ -130,10 +130,11 @@ def held_by_arrays(held: Held, specs: Specs, layout: Layout) -> Held:
             of_array = of_array + whole[: of_array.size]
             return HeldBack(of_array.reshape(own.of_array.shape), jnp.zeros_like(own.of_sum))
 
-        return {name: None if own is None else back(own) for name, own in held.items()}
+        return {name: back(own) for name, own in held.items()}
 
     places = {name: _of_shards(specs[name]) for name in held}
-    moved: Held = jax.shard_map(device, mesh=layout.mesh, in_specs=(places,), out_specs=places, check_vma=False)(held)
+    call = jax.shard_map(device, mesh=layout.mesh, in_specs=(places,), out_specs=places, check_vma=False)
+    moved: dict[str, HeldBack] = call(dict(held))
     return moved
 
 

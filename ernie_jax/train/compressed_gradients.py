@@ -42,7 +42,8 @@ def make_compressed_gradients(run: RunConfig, layout: Layout) -> CompressedGradi
     `microbatch`, from each shard's part of a microbatch.
 
     Raises:
-      ValueError: a batch size that microbatches and devices do not split; a mesh with pipeline stages, parameters split over the data axis.
+      ValueError: a batch size that microbatches and devices do not split; a mesh with pipeline stages or parameters
+        split over its data axis.
     """
     check_sums_over_data(layout)
     check_batch_size(run.batch_size, run.parts, layout)

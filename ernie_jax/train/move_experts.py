@@ -67,12 +67,9 @@ def make_move(run: RunConfig, layout: Layout) -> Callable[[TrainState, Arrays], 
                 return held
             each = held_by_arrays(of_experts, parameter_specs(run, state.params, layout), layout)
             # A data shard's are as the array itself.
-            by_shard = {
-                path: replace(own, of_array=jax.vmap(functools.partial(moved, path))(own.of_array))
-                for path, own in each.items()
-                if own
+            return held | {
+                path: replace(own, of_array=jax.vmap(functools.partial(moved, path))(own.of_array)) for path, own in each.items()
             }
-            return held | by_shard
 
         rest = replace(state, held=None)
         new = jax.tree_util.tree_map_with_path(leaf, rest, is_leaf=lambda v: isinstance(v, nnx.Variable))
