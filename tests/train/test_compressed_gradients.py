@@ -1,17 +1,23 @@
 """Gradients summed over data shards in 8 bits or sparsely: against the plain sum, what is held back, how far the loss falls."""
 
 import dataclasses
+import io
 import itertools
 from dataclasses import replace
 
+import grain
 import jax
 import numpy as np
 import pytest
 
+from ernie_jax.config.run import MeshConfig
+from ernie_jax.data import TrainIterator
 from ernie_jax.sharding import make_mesh, variables_by_path
 from ernie_jax.testing import collectives, tiny_moe, tiny_vl
 from ernie_jax.train.compressed_gradients import make_compressed_gradients
 from ernie_jax.train.gradients import make_gradients
+from ernie_jax.train.hooks import Moment
+from ernie_jax.train.resume import RunCheckpoints
 from ernie_jax.train.state import new_state, run_layout, state_shardings
 from ernie_jax.train.step import make_train_step
 
@@ -137,7 +143,7 @@ def test_the_loss_falls_as_far(compiled, batch_of):
 
 @pytest.mark.parametrize("others", [{"expert": 2}, {"expert": 2, "tensor": 2}], ids=str)
 def test_everything_sent_beside_other_axes(others, made, batch_of, assert_close):
-    """The shards score 33 and 7 tokens, and every gradient keeps the layout of its parameter."""
+    """The shards score 41 and 8 tokens, and every gradient keeps the layout of its parameter."""
     run, layout, state = made("none", accumulate=2)
     batch = batch_of(run)
     batch["labels"] = np.where(np.arange(8)[:, None] >= 4, np.where(np.arange(12) % 6, -100, batch["labels"]), batch["labels"])
@@ -154,7 +160,7 @@ def test_everything_sent_beside_other_axes(others, made, batch_of, assert_close)
 
 
 def test_a_step_beside_an_expert_axis(made, compiled, batch_of):
-    """Rounded gradients as the first moments have them, what is held back, bytes, and a checkpoint of it."""
+    """Rounded gradients as the first moments have them, what is held back, and bytes."""
     run, layout, plain = made("none")
     want, *_ = jax.jit(make_gradients(run, layout))(plain, batch_of(run))
     run, state, step = compiled("int8", "expert")
@@ -177,6 +183,31 @@ def test_a_step_beside_an_expert_axis(made, compiled, batch_of):
     clip = min(1.0, 1.0 / float(metrics["grad_norm"]))
     got = {path: np.asarray(mu) / (1 - run.optimizer.b1) / clip for path, mu in after.opt_state.mu.items()}
     assert_rounded(got, want, after.held)
+
+
+def test_a_run_resumes_on_the_same_mesh_alone(compiled, layout_of, batch_of, tmp_path):
+    run, state, step = compiled("int8", "expert")
+    after, _ = step(state, jax.device_put(batch_of(run), step.input_shardings[0][1]))
+
+    def resumed(mesh):
+        other = replace(run, mesh=MeshConfig(**mesh))
+        sizes = {axis: size for axis, size in mesh.items() if axis != "zero"}
+        with RunCheckpoints(other, tmp_path, print) as checkpoints:
+            return checkpoints.resume(layout_of(other, **sizes), batches)
+
+    rows = grain.MapDataset.range(8).map(lambda i: {"skipped": np.int64(0), "row": i})
+    with TrainIterator(iter(rows.to_iter_dataset()), io.BytesIO(), {"files": {"digest": ""}}) as batches:
+        with RunCheckpoints(run, tmp_path, print) as checkpoints:
+            checkpoints.save(Moment(1, after, batches))
+        again = resumed(MESHES["expert"])
+        for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(after), strict=True):
+            np.testing.assert_array_equal(got, want)
+            assert got.sharding == want.sharding
+        assert any(np.asarray(leaf).any() for leaf in jax.tree.leaves(again.held))
+        for mesh in ({"data": 4}, {"data": 2, "tensor": 2}, {"data": 2}):
+            sizes = "data={data}, expert=1, tensor={tensor}".format(**{"tensor": 1} | mesh)
+            with pytest.raises(ValueError, match=rf"another mesh than the one here \({sizes}\): held/.*resume with the data,"):
+                resumed(mesh)
 
 
 def test_a_step_that_does_not_count_leaves_what_is_held(compiled, batch_of):
