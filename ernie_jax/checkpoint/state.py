@@ -199,6 +199,14 @@ class TrainCheckpointer:
         """
         return self._reader.extra(step)
 
+    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of a saved state by `/`-joined path.
+
+        Raises:
+          ValueError: no such step, damaged files.
+        """
+        return self._reader.shapes(step)
+
     def close(self) -> None:
         """Wait for what is being written and free the threads.
 

@@ -44,6 +44,10 @@ class StateReader:
         args = ocp.args.Composite(extra=ocp.args.JsonRestore())
         return dict(self._guarded(step, lambda: self._manager.restore(step, args=args))["extra"])
 
+    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """`TrainCheckpointer.shapes`."""
+        return {path: tuple(leaf.shape) for path, leaf in self._saved(step).items()}
+
     def _saved(self, step: int) -> dict[str, Any]:
         """Shape and format of each saved leaf."""
         metadata = self._guarded(step, lambda: self._manager.item_metadata(step))["state"]

@@ -25,7 +25,7 @@ class OptimizerConfig:
         nothing but numbers near float32's smallest.
       loss_scale_growth: see `loss_scale`.
       gradient_compression: how gradients are summed over the data axis: `none` as they are, `int8` and `fp8` in 8 bits, `sparse`
-        the largest alone; what is rounded or left out is kept for the next step. For meshes of the data axis alone.
+        the largest alone; what is rounded or left out is kept for the next step. For text models, without a pipeline or ZeRO 3.
       gradient_fraction: share of a gradient's elements that `sparse` sends.
     """
 

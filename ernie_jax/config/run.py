@@ -255,15 +255,14 @@ class RunConfig:
     def _check_compression(self) -> None:
         if self.optimizer.gradient_compression == "none":
             return
-        sizes = {axis: size for axis, size in self.mesh.sizes.items() if axis != "data" and size != 1}
-        wrong = [f"config.mesh.{axis}={size}" for axis, size in sizes.items()]
-        # Each device holds whole gradients until they are summed.
+        # A stage adds up its own layers' gradients; ZeRO 3 has split them over the data axis before they can be rounded.
+        wrong = [f"config.mesh.pipeline={self.mesh.pipeline}"] if self.mesh.pipeline != 1 else []
         wrong += ["config.mesh.zero=3"] if self.mesh.zero == 3 else []
         wrong += ["a vision-language model"] if self.model.vision is not None else []
         if wrong:
             raise ValueError(
                 f"config.optimizer.gradient_compression={self.optimizer.gradient_compression!r} is for text models on a mesh of "
-                f"the data axis alone, with zero 0 or 1; here there is {', '.join(wrong)}. Change that, or set it to 'none'"
+                f"data, expert and tensor axes, with zero 0 or 1; here there is {', '.join(wrong)}. Change that, or set 'none'"
             )
 
     @property

@@ -1,7 +1,7 @@
 """Gradients of an optimiser step summed over the data shards with few bytes on the wire (see `parallel.compressed`).
 
 A data shard is one more part of the step, as a microbatch is: losses are divided by counts of the whole step, so what the shards
-give adds up, whatever is rounded on the way.
+give adds up, whatever is rounded on the way. Over the expert and tensor axes a shard is laid out as the model is anywhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ernie_jax.config.run import RunConfig
 from ernie_jax.models import Batch, TextModel, abstract_model, inputs_of
 from ernie_jax.objectives.pretraining import LossParts, pretraining_loss
 from ernie_jax.objectives.step_totals import StepTotals
-from ernie_jax.parallel import Compression, Held, check_data_axis_alone, make_compression, summed_over_data_shards
+from ernie_jax.parallel import Compression, Held, check_sums_over_data, make_compression, model_axes, summed_over_data_shards
 from ernie_jax.sharding import Layout, use_layout
 from ernie_jax.train.gradients import (
     after_totals,
@@ -30,7 +30,7 @@ from ernie_jax.train.gradients import (
 )
 from ernie_jax.train.loss_scale import scaled, unscaled
 from ernie_jax.train.optimizer import Arrays
-from ernie_jax.train.state import TrainState, gradient_shardings, trained_values, with_values
+from ernie_jax.train.state import TrainState, gradient_shardings, parameter_specs, trained_values, with_values
 
 CompressedGradients = Callable[[TrainState, Batch], tuple[Arrays, jax.Array, LossParts, Held]]
 
@@ -42,14 +42,16 @@ def make_compressed_gradients(run: RunConfig, layout: Layout) -> CompressedGradi
     `microbatch`, from each shard's part of a microbatch.
 
     Raises:
-      ValueError: a batch size that microbatches and devices do not split; a mesh with more than its data axis.
+      ValueError: a batch size that microbatches and devices do not split; a mesh with pipeline stages or parameters
+        split over its data axis.
     """
-    check_data_axis_alone(layout)
+    check_sums_over_data(layout)
     check_batch_size(run.batch_size, run.parts, layout)
     compression = compression_of(run)
     assert compression is not None
-    # Within a shard nothing is laid out over a mesh; the forward pass that counts choices is, as ever.
-    inside, outside = (nnx.split(abstract_model(run.model, run.compute, at), nnx.Param, ...)[0] for at in (None, layout))
+    # Within a shard of one device nothing is laid out over a mesh; the forward pass that counts choices is, as ever.
+    within = layout if model_axes(layout) else None
+    inside, outside = (nnx.split(abstract_model(run.model, run.compute, at), nnx.Param, ...)[0] for at in (within, layout))
     shardings = gradient_shardings(run, layout)
     weights, token_weights = loss_weights(run), token_weights_of(run)
     shards = layout.axis_size("data")
@@ -85,7 +87,10 @@ def make_compressed_gradients(run: RunConfig, layout: Layout) -> CompressedGradi
             with jax.named_scope("count_choices"):
                 totals = with_choices(totals, nnx.merge(outside, state.params, state.biases), parts)
         needed = replace(state, opt_state=None, ema=None, held=None, expert_load={})
-        grads, (total, reported), held = summed_over_data_shards(shard, (needed, totals), parts, state.held, layout, compression)
+        specs = parameter_specs(run, state.params, layout)
+        grads, (total, reported), held = summed_over_data_shards(
+            shard, (needed, totals), parts, state.held, specs, layout, compression
+        )
         placed = {path: jax.lax.with_sharding_constraint(g, shardings[path]) for path, g in grads.items()}
         return placed, total, reported, held
 

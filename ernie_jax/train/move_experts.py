@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ernie_jax.config.run import RunConfig
+from ernie_jax.parallel import Held, held_by_arrays
 from ernie_jax.sharding import Layout, path_name, variables_by_path
 from ernie_jax.train.moe_layers import EXPERTS_OF, from_stacks, to_stacks
 from ernie_jax.train.optimizer import Arrays
-from ernie_jax.train.state import TrainState, no_load, state_shardings, with_values
+from ernie_jax.train.state import TrainState, no_load, parameter_specs, state_shardings, with_values
 
 
 def places_of(run: RunConfig, state: TrainState) -> Arrays:
@@ -28,7 +30,8 @@ def make_move(run: RunConfig, layout: Layout) -> Callable[[TrainState, Arrays], 
 
     Weights, moments, averages and whatever else of the state lies under an expert's path with the same [R, E] in front are put
     into the new order, values untouched, and the tables of places with them; the router has nothing to move. So the state computes
-    what it did before. The loads that led to the move are set to zero.
+    what it did before. What data shards hold back of experts' gradients moves too, after it has been put in terms of the gradients'
+    elements. The loads that led to the move are set to zero.
     """
     shardings = state_shardings(run, layout)
     stages, devices = layout.shards("layers"), layout.shards("expert")
@@ -44,8 +47,11 @@ def make_move(run: RunConfig, layout: Layout) -> Callable[[TrainState, Arrays], 
             for path, new in after.items()
         }
 
+        def source_of(path: str) -> jax.Array | None:
+            return next((source for prefix, source in sources.items() if prefix in path and not path.endswith("/place")), None)
+
         def moved(path: str, values: jax.Array) -> jax.Array:
-            source = next((source for prefix, source in sources.items() if prefix in path and not path.endswith("/place")), None)
+            source = source_of(path)
             if source is None:
                 return values
             assert values.shape[:2] == source.shape, f"{path} of shape {values.shape} lies under experts of shape {source.shape}"
@@ -55,8 +61,20 @@ def make_move(run: RunConfig, layout: Layout) -> Callable[[TrainState, Arrays], 
             name = path_name(path)
             return value.replace(moved(name, value.get_value())) if isinstance(value, nnx.Variable) else moved(name, value)
 
-        new = jax.tree_util.tree_map_with_path(leaf, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-        return replace(new, biases=with_values(state.biases, after), expert_load=no_load(run))
+        def moved_held(held: Held) -> Held:
+            of_experts = {path: own for path, own in held.items() if own is not None and source_of(path) is not None}
+            if not of_experts:
+                return held
+            each = held_by_arrays(of_experts, parameter_specs(run, state.params, layout), layout)
+            # A data shard's are as the array itself.
+            return held | {
+                path: replace(own, of_array=jax.vmap(functools.partial(moved, path))(own.of_array)) for path, own in each.items()
+            }
+
+        rest = replace(state, held=None)
+        new = jax.tree_util.tree_map_with_path(leaf, rest, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        held = None if state.held is None else moved_held(state.held)
+        return replace(new, biases=with_values(state.biases, after), expert_load=no_load(run), held=held)
 
     return jax.jit(move, in_shardings=(shardings, layout.replicated), out_shardings=shardings, donate_argnums=0)
 

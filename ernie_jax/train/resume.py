@@ -15,6 +15,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from ernie_jax.checkpoint.state import TrainCheckpointer
+from ernie_jax.checkpoint.state_tree import leaves_by_path
 from ernie_jax.config.run import RunConfig
 from ernie_jax.data import TrainIterator
 from ernie_jax.moe import RouterBias
@@ -84,7 +85,8 @@ class RunCheckpoints:
         """The state of the newest whole checkpoint, placed by `layout`, with `batches` set to its place; None without one.
 
         Raises:
-          ValueError: the run's model or data are not those of the checkpoint; the message lists what changed.
+          ValueError: the run's model or data are not those of the checkpoint; the message lists what changed. What it holds back
+            of gradients is of a mesh with other pieces.
         """
         step = self._store.latest_valid_step()
         if step is None:
@@ -115,6 +117,8 @@ class RunCheckpoints:
         none of them.
         """
         wanted = abstract_state(self._run, layout)
+        if wanted.held is not None:
+            _check_held(self._store.shapes(step), leaves_by_path({"held": wanted.held}), layout, f"step {step} in {self._folder}")
         had_scale = config["optimizer"].get("loss_scale") is not None
         same_scale = had_scale == (wanted.loss_scale is not None)
         unplaced = self._run.moe.placement_every and not config.get("moe", {}).get("placement_every")
@@ -125,6 +129,21 @@ class RunCheckpoints:
         if same_scale:
             return state
         return replace(state, loss_scale=jax.device_put(LossScale.initial(self._run.optimizer), layout.replicated))
+
+
+def _check_held(saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Any], layout: Layout, where: str) -> None:
+    """Refuse what was held back by other data shards, or of other pieces of the arrays."""
+    have = {path: shape for path, shape in saved.items() if path.startswith("held/")}
+    want = {path: tuple(leaf.shape) for path, leaf in wanted.items()}
+    path = next((path for path in sorted(have.keys() | want.keys()) if have.get(path) != want.get(path)), None)
+    if path is None:
+        return
+    sizes = ", ".join(f"{axis}={layout.mesh.shape[axis]}" for axis in ("data", "expert", "tensor"))
+    raise ValueError(
+        f"checkpoint of {where} has gradients held back by another mesh than the one here ({sizes}): {path} has shape "
+        f"{have.get(path)} there and {want.get(path)} here. What gradient compression holds back belongs to a data shard and its "
+        "piece of an array; resume with the data, expert and tensor sizes the checkpoint was saved with"
+    )
 
 
 def _unplaced(abstract: TrainState) -> TrainState:

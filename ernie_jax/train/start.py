@@ -36,7 +36,7 @@ def starting_state(run: RunConfig, layout: Layout) -> TrainState:
     states: Any = nnx.split(model, nnx.Param, ...)
     # Compiled for the sake of the shardings: moments may lie on other devices than their weights.
     create = jax.jit(
-        lambda p, b: new_state(run, p, b, layout.axis_size("data")),
+        lambda p, b: new_state(run, p, b, layout),
         out_shardings=state_shardings(run, layout),
         donate_argnums=(0, 1),
     )

@@ -18,13 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ernie_jax.config.run import RunConfig
 from ernie_jax.config.trainable import trained_paths
 from ernie_jax.models import TextModel, abstract_model, build_model, run_once_options
-from ernie_jax.parallel import Held, make_compression, nothing_held, nothing_held_by_shards
+from ernie_jax.parallel import Held, held_specs, make_compression, nothing_held_by_shards
 from ernie_jax.sharding import Layout, logical_axes, make_layout, make_mesh, map_variables, variables_by_path
 from ernie_jax.sharding import state_shardings as variable_shardings
 from ernie_jax.train.loss_scale import LossScale
 from ernie_jax.train.optimizer import Arrays, is_gate, make_adamw
 
-# Gradients of fewer elements travel as they are: norms, whose bytes are nothing.
+# Gradients with fewer elements on a device travel as they are: norms, whose bytes are nothing.
 LEAST_COMPRESSED = 1024
 
 
@@ -45,7 +45,8 @@ class TrainState:
       expert_load: in a run that moves experts, `router` (and `vision_router`) -> [L, E] float32, tokens of each expert since they
         were last placed.
       loss_scale: the factor on the loss, None without.
-      held: by path, what each data shard has held back of its gradients [data shards, ...]; None without compression.
+      held: by path, what each data shard has held back of its gradients [data shards, ...], laid out over the other axes of the
+        mesh as the parameters are; None without compression.
     """
 
     step: jax.Array
@@ -98,7 +99,7 @@ def with_values(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
     return new
 
 
-def new_state(run: RunConfig, params: nnx.State, biases: nnx.State, data_shards: int) -> TrainState:
+def new_state(run: RunConfig, params: nnx.State, biases: nnx.State, layout: Layout) -> TrainState:
     """The state of step 0 around given weights (their arrays are shared, not copied, except by the EMA)."""
     values = trained_values(run, params)
 
@@ -115,7 +116,7 @@ def new_state(run: RunConfig, params: nnx.State, biases: nnx.State, data_shards:
         skipped_in_a_row=zero(),
         expert_load=no_load(run),
         loss_scale=LossScale.initial(run.optimizer),
-        held=_nothing_held(run, values, data_shards),
+        held=_nothing_held(run, values, parameter_specs(run, params, layout), layout),
     )
 
 
@@ -144,7 +145,7 @@ def init_state(run: RunConfig, layout: Layout) -> TrainState:
 
     def create() -> TrainState:
         model = build_model(run.model, run.compute, layout, nnx.Rngs(run.seed))
-        return new_state(run, *_split(model), layout.axis_size("data"))
+        return new_state(run, *_split(model), layout)
 
     state: TrainState = jax.jit(create, out_shardings=state_shardings(run, layout), compiler_options=run_once_options())()
     return state
@@ -158,6 +159,12 @@ def gradient_shardings(run: RunConfig, layout: Layout) -> dict[str, NamedShardin
     return {path: where.sharding(logical_axes(variables[path]), f"moments of {path}") for path in trained_values(run, params)}
 
 
+def parameter_specs(run: RunConfig, params: nnx.State, layout: Layout) -> dict[str, PartitionSpec]:
+    """By path of the parameters that are trained, over which axes of the mesh each of their dimensions is split."""
+    variables = variables_by_path(params)
+    return {path: layout.spec(logical_axes(variables[path]), f"parameter {path}") for path in trained_values(run, params)}
+
+
 def _split(model: TextModel) -> tuple[nnx.State, nnx.State]:
     """(parameters, router biases and whatever else is not trained) of a model."""
     states: Any = nnx.split(model, nnx.Param, ...)
@@ -166,7 +173,7 @@ def _split(model: TextModel) -> tuple[nnx.State, nnx.State]:
 
 def _shapes(run: RunConfig, layout: Layout) -> TrainState:
     weights = _split(abstract_model(run.model, run.compute, layout))
-    state: TrainState = jax.eval_shape(lambda p, b: new_state(run, p, b, layout.axis_size("data")), *weights)
+    state: TrainState = jax.eval_shape(lambda p, b: new_state(run, p, b, layout), *weights)
     return state
 
 
@@ -188,14 +195,19 @@ def _shardings_of(run: RunConfig, layout: Layout, shapes: TrainState) -> TrainSt
         skipped_in_a_row=whole,
         expert_load=jax.tree.map(lambda _: whole, shapes.expert_load),
         loss_scale=jax.tree.map(lambda _: whole, shapes.loss_scale),
-        held=jax.tree.map(lambda _: NamedSharding(layout.mesh, PartitionSpec("data")), shapes.held),
+        held=None
+        if shapes.held is None
+        else jax.tree.map(
+            lambda spec: NamedSharding(layout.mesh, spec), held_specs(shapes.held, parameter_specs(run, shapes.params, layout))
+        ),
     )
 
 
-def _nothing_held(run: RunConfig, values: Arrays, data_shards: int) -> Held | None:
+def _nothing_held(run: RunConfig, values: Arrays, specs: dict[str, PartitionSpec], layout: Layout) -> Held | None:
     name = run.optimizer.gradient_compression
     if name == "none":
         return None
-    compression = make_compression(name, run.optimizer.gradient_fraction)
-    sizes = {path: value.size for path, value in values.items()}
-    return nothing_held_by_shards(nothing_held(compression, sizes, data_shards, LEAST_COMPRESSED), data_shards)
+    shapes = {path: value.shape for path, value in values.items()}
+    return nothing_held_by_shards(
+        make_compression(name, run.optimizer.gradient_fraction), shapes, specs, layout, least=LEAST_COMPRESSED
+    )

@@ -13,7 +13,7 @@ from ernie_jax.sharding import map_variables, path_name, variables_by_path
 from ernie_jax.testing import multimodal_rows, random_batch, tiny_moe, tiny_vl
 from ernie_jax.train.gradients import make_gradients
 from ernie_jax.train.move_experts import make_move, places_of, reorder
-from ernie_jax.train.state import state_shardings
+from ernie_jax.train.state import abstract_state, state_shardings
 from ernie_jax.train.step import make_train_step, model_of
 
 MOVES = {"placement_every": 4}
@@ -91,6 +91,34 @@ def test_a_move_changes_no_bit_of_what_is_computed(mesh, tiny_run, layout_of, fr
     assert after.keys() == values.keys()
     for name in values:
         np.testing.assert_array_equal(after[name], values[name], err_msg=name)
+
+
+def test_what_shards_hold_back_of_an_expert_goes_with_it(tiny_run, layout_of, fresh_state):
+    """In all, sums over devices: the parts of rounded sums, which have no experts, become part of what is held of the arrays."""
+    run = tiny_run(moe=MOVES, optimizer={"gradient_compression": "int8"})
+    layout, rng = layout_of(run, data=2, expert=4), np.random.default_rng(0)
+    wanted = abstract_state(run, layout).held
+    held = jax.tree.map(lambda a: jax.device_put(rng.normal(size=a.shape).astype(a.dtype), a.sharding), wanted)
+    before = jax.device_get(held)
+    places = shuffled(run)
+    state = replace(fresh_state(tiny_run(moe=MOVES), layout), held=held)
+    after = jax.device_get(make_move(run, layout)(state, places).held)
+    of_experts = 0
+    for path, old in before.items():
+        if old is None or "/experts/" not in path:
+            assert (old is None) == (after[path] is None)
+            assert old is None or np.array_equal(old.of_array, after[path].of_array)
+            continue
+        of_experts += 1
+        layers, experts, *rest = old.of_array.shape[1:]
+        # [2 shards, 1, 4 devices, 1, ..., part]: a device's piece has two experts of every layer.
+        pieces = np.moveaxis(old.of_sum.reshape(2, 4, -1), 0, 1).reshape(4, layers, 2, *rest)
+        total = old.of_array.sum(0) + np.moveaxis(pieces, 0, 1).reshape(layers, experts, *rest)
+        # Every expert had its own place.
+        moved = np.take_along_axis(total, np.argsort(places["router"], -1).reshape(layers, experts, *(1,) * len(rest)), 1)
+        np.testing.assert_allclose(after[path].of_array.sum(0), moved, atol=1e-6, err_msg=path)
+        assert not after[path].of_sum.any()
+    assert of_experts == 2
 
 
 @pytest.mark.parametrize("mesh", ["one device", "data 2 x expert 4"])
