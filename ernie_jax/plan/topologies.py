@@ -1,4 +1,4 @@
-"""The catalogue of topologies: GPU nodes, TPU slices, and fake CPU devices measured where they stand.
+"""The catalogue of topologies: GPU nodes, TPU slices, and fake CPU devices.
 
 Figures are those of data sheets; the share of a link or of the peak that is reached is stated apart, with its own source. What
 nobody publishes says `assumed`. GB are decimal: an "80 GB" card reports up to 7% more, which its driver and libraries need.
@@ -9,17 +9,13 @@ on, and only the data-centre network between slices (DCN) is slower. So `v5e:512
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import dataclass
 
-import jax
-import numpy as np
-
 from ernie_jax.config.nearest import did_you_mean
+from ernie_jax.plan.cpu_topology import measure_cpu
 from ernie_jax.plan.topology import Link, Topology
 from ernie_jax.plan.topology_file import load_topology
-from ernie_jax.train.flops import PEAK_FLOPS, peak_flops
+from ernie_jax.train.flops import PEAK_FLOPS
 
 __all__ = ["TOPOLOGIES", "load_topology", "measure_cpu", "topology_named"]
 
@@ -84,7 +80,7 @@ class _Entry:
 
 def _gpu(
     kind: str, form: str, sheet: str, *, memory: int, bandwidth: float, nvlink: float, port: float, efficiency: float,
-    float32: float | None = None, fp8: bool = True,
+    float32: float | None = None, fp8: bool = True, nvlink_from: str | None = None,
 ) -> _Entry:  # fmt: skip
     """Eight NVIDIA GPUs a node behind NVSwitch, one InfiniBand port each. NVLink as data sheets give it, both ways together."""
     peak = PEAK_FLOPS[kind]
@@ -101,7 +97,7 @@ def _gpu(
         memory_bandwidth=(bandwidth, sheet),
         matmul_efficiency=(efficiency, "assumed: large bf16 products below the clock of the data sheet, under the power limit"),
         intra=(
-            (nvlink / 2, f"{sheet}: NVLink {nvlink / 1e9:.0f} GB/s, half of it each way"),
+            (nvlink / 2, f"{nvlink_from or sheet}: NVLink {nvlink / 1e9:.0f} GB/s, half of it each way"),
             (1.9e-6, _NCCL),
             (0.8, f"{_DEEPSEEK}: 160 of 200 GB/s on H800; assumed for the others"),
         ),
@@ -130,7 +126,7 @@ def _tpu(
         float32=(peak, "as bf16: XLA's default precision rounds operands of float32 products to bf16 on TPUs"),
         fp8=(peak, sheet if page == "v5p" else "assumed: as bf16, the page names no fp8 rate"),
         memory_bandwidth=(bandwidth, sheet),
-        matmul_efficiency=(0.85, "assumed: MaxText reports 67% to 71% MFU of whole steps on v5e and v5p, products do better"),
+        matmul_efficiency=(0.85, "assumed: MaxText reports up to 67% (v5e) and 71% (v5p) MFU of whole steps, products do better"),
         intra=(
             (ici / ports, f"{along}; assumed: a mesh axis lies along one dimension of the torus and its ring is closed"),
             (1e-6, f"{_BOOK}: about 1 us a hop"),
@@ -145,21 +141,22 @@ def _tpu(
     )
 
 
-_A100, _HOPPER = "NVIDIA A100 data sheet, SXM 80 GB", "NVIDIA Hopper data sheet, SXM, without sparsity"
-_H800 = "H100 data sheet; H800 differs in NVLink, 400 GB/s"
 TOPOLOGIES: dict[str, _Entry] = {
     "a100-80": _gpu(
-        "NVIDIA A100", "SXM 80 GB", _A100,
+        "NVIDIA A100", "SXM 80 GB", "NVIDIA A100 data sheet, SXM 80 GB",
         memory=80 * 10**9, bandwidth=2.039e12, nvlink=600e9, port=25e9, efficiency=0.8, fp8=False,
     ),
     "h100": _gpu(
-        "NVIDIA H100", "SXM", _HOPPER, memory=80 * 10**9, bandwidth=3.35e12, nvlink=900e9, port=50e9, efficiency=0.7,
+        "NVIDIA H100", "SXM", "NVIDIA H100 data sheet, SXM, without sparsity",
+        memory=80 * 10**9, bandwidth=3.35e12, nvlink=900e9, port=50e9, efficiency=0.7,
     ),
     "h800": _gpu(
-        "NVIDIA H800", "SXM", _H800, memory=80 * 10**9, bandwidth=3.35e12, nvlink=400e9, port=50e9, efficiency=0.7,
+        "NVIDIA H800", "SXM", "NVIDIA H100 data sheet, which H800 shares but for NVLink",
+        memory=80 * 10**9, bandwidth=3.35e12, nvlink=400e9, port=50e9, efficiency=0.7, nvlink_from=_DEEPSEEK,
     ),
     "h200": _gpu(
-        "NVIDIA H200", "SXM", _HOPPER, memory=141 * 10**9, bandwidth=4.8e12, nvlink=900e9, port=50e9, efficiency=0.7,
+        "NVIDIA H200", "SXM", "NVIDIA H200 data sheet, SXM, without sparsity",
+        memory=141 * 10**9, bandwidth=4.8e12, nvlink=900e9, port=50e9, efficiency=0.7,
     ),
     "b200": _gpu(
         "NVIDIA B200", "HGX", "NVIDIA Blackwell data sheet, HGX B200, half of the sparse rates",
@@ -200,64 +197,3 @@ def topology_named(name: str) -> Topology:
     entry = TOPOLOGIES[base]
     devices = int(count) if colon else entry.node[0]
     return entry.topology(f"{base}:{devices}", devices)
-
-
-def measure_cpu(devices: int) -> Topology:
-    """`devices` fake CPU devices of this machine, each with its part of what the machine does and holds.
-
-    Measured within a second: the float32 product that `train.flops` takes for the peak, and a copy. It needs no fake devices to
-    exist: they would share the cores anyhow.
-
-    Raises:
-      ValueError: fewer than one device.
-    """
-    if devices < 1:
-        raise ValueError(f"cpu:{devices}; expected at least 1 device")
-    flops = peak_flops(jax.devices("cpu")[:1]).flops
-    assert flops is not None
-    bandwidth = _copy_bandwidth() / devices
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
-    part = f"1/{devices} of this machine"
-    product, copy = f"measured: float32 product, {part}", f"measured: bytes read and written by a copy, {part}"
-    link = Link(bandwidth=bandwidth / 2, latency=2e-5)
-    sources = {
-        "devices_per_node": "all fake devices are in one process",
-        "memory_bytes": f"physical memory, {part}",
-        "memory_bandwidth": copy,
-        "matmul_efficiency": "1: the peak is itself a measured product",
-        "torus": "none: devices share memory",
-        "flops.float32": product,
-        "flops.bfloat16": f"assumed: as float32 ({product})",
-        "flops.fp8": f"assumed: as float32, no processor path is faster ({product})",
-    }
-    for level in ("intra", "inter"):
-        sources |= {
-            f"{level}.bandwidth": f"half of the memory bandwidth: a message is read and written ({copy})",
-            f"{level}.latency": "assumed: small collectives of 8 devices take 0.14 to 0.17 ms on two cores, over 7 or 14 steps",
-            f"{level}.efficiency": "1: the bandwidth is itself measured",
-        }
-    return Topology(
-        name=f"cpu:{devices}",
-        platform="cpu",
-        device="fake CPU device",
-        devices=devices,
-        devices_per_node=devices,
-        memory_bytes=memory,
-        flops=dict.fromkeys(("float32", "bfloat16", "fp8"), flops / devices),
-        memory_bandwidth=bandwidth,
-        intra=link,
-        inter=link,
-        matmul_efficiency=1.0,
-        sources=sources,
-    )
-
-
-def _copy_bandwidth(size: int = 1 << 26, seconds: float = 0.2) -> float:
-    """Best bytes/s, read and written, of a copy of `size` bytes over about `seconds`."""
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        np.copyto(target, source)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size / best

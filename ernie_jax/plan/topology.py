@@ -97,7 +97,7 @@ class Topology:
         for key in self.sources:
             if key not in self.constants:
                 raise ValueError(
-                    f"{owner}.sources has {key!r}{did_you_mean(key, self.constants)}; there are {', '.join(self.constants)}"
+                    f"{owner}.sources has {key!r}{did_you_mean(str(key), self.constants)}; there are {', '.join(self.constants)}"
                 )
         # Copies, so that no caller's dictionary changes a frozen topology.
         object.__setattr__(self, "flops", dict(self.flops))
@@ -106,7 +106,7 @@ class Topology:
     def _check_flops(self) -> None:
         for dtype, value in self.flops.items():
             if dtype not in DTYPES:
-                raise ValueError(f"topology.flops has {dtype!r}{did_you_mean(dtype, DTYPES)}; there are {', '.join(DTYPES)}")
+                raise ValueError(f"topology.flops has {dtype!r}{did_you_mean(str(dtype), DTYPES)}; there are {', '.join(DTYPES)}")
             _number("topology", f"flops.{dtype}", value, positive=True)
         for dtype in ("float32", "bfloat16"):
             if dtype not in self.flops:

@@ -26,8 +26,8 @@ _TEXT = ("name", "platform", "device")
 def load_topology(path: str | epath.Path) -> Topology:
     """Read a topology from a YAML file.
 
-    Every field of `Topology` has a key of the same name; `flops` is a mapping from dtype to FLOP/s, `intra` and `inter` are mappings
-    with the fields of `Link`. `torus`, `efficiency` and `sources` may be left out; what has no source of its own is put down to the
+    Every field of `Topology` has a key of the same name. `flops` maps a dtype to FLOP/s; `intra` and `inter` hold
+    the fields of `Link`. Optional are `torus`, `efficiency` and `sources`: what has no source of its own is put down to the
     file.
 
     Raises:
@@ -70,10 +70,11 @@ def _topology(values: Mapping[str, Any], path: str) -> Topology:
 
 def _link(level: str, values: Any) -> Link:
     _mapping("topology", level, values)
+    fields = _checked(f"topology.{level}", Link, values)
     try:
-        return Link(**_checked(f"topology.{level}", Link, values))
+        return Link(**fields)
     except ValueError as error:
-        raise ValueError(str(error).replace("link.", f"topology.{level}.", 1)) from error
+        raise ValueError(f"topology.{level}: {error}") from error
 
 
 def _checked(owner: str, kind: type, values: Mapping[str, Any], *, optional: tuple[str, ...] = ("efficiency",)) -> dict[str, Any]:
