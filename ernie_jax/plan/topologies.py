@@ -103,7 +103,7 @@ def _gpu(
         ),
         inter=(
             (port, rate),
-            (4.0e-6, f"{_NCCL}; 3.7e-6 between switches, {_DEEPSEEK.partition(',')[0]}"),
+            (4.0e-6, _NCCL),
             (0.8, f"{_DEEPSEEK}: 40 of 50 GB/s of an NDR port; assumed for the others"),
         ),
     )
