@@ -65,10 +65,6 @@ class Instruction:
         found = _OP_NAME.search(self.line)
         return found[1] if found else ""
 
-    @property
-    def is_conditional(self) -> bool:
-        return self.opcode == "conditional"
-
     @cached_property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it runs: of a loop its body, of a conditional each branch."""
@@ -119,7 +115,8 @@ class HloModule:
           ValueError: no ENTRY computation in it.
         """
         computations: dict[str, Computation] = {}
-        entry, lines = "", None
+        entry = ""
+        lines: list[str] | None = None
         for line in text.splitlines():
             if line.startswith((" ", "\t")):
                 if lines is not None:

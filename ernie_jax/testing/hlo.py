@@ -130,7 +130,8 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
         mesh, _, order = head.partition("], device_ids=(")
         sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh)}
         parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in _TAKEN_AXIS.findall(taken)}
-        dims, inside = [], []
+        dims: list[int] = []
+        inside: list[int] = []
         for name, size in sizes.items():
             before, part = parts.get(name, (size, 1))
             inside += [len(dims) + 1] if name in parts else []
