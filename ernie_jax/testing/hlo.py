@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -11,13 +12,18 @@ import numpy as np
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "ragged-all-to-all")
 _OPERATION = re.compile(
-    r"=\s+(?P<type>.*?)\s(?P<kind>" + "|".join(COLLECTIVES) + r")(?:-start)?\((?P<operands>.*?)\)(?P<rest>.*)$", re.MULTILINE
+    r"=\s+(?P<type>.*?)\s(?P<kind>" + "|".join(COLLECTIVES) + r")(?P<start>-start)?\((?P<operands>.*?)\)(?P<rest>.*)$",
+    re.MULTILINE,
 )
-_SHAPE = re.compile(r"\b[a-z]+([0-9]+)(?:e[0-9]m[0-9](?:fn)?)?\[([0-9,]*)\]")
+_SHAPE = re.compile(r"\b(pred|[a-z]+([0-9]+)(?:e[0-9]m[0-9][a-z0-9]*)?)\[([0-9,]*)\]")
+# Of a mesh, its devices may be listed or reordered, and an axis may be taken in part, as `'a':(2)4`.
 _GROUPS = re.compile(
-    r"replica_groups=(\{(?:\{[0-9,]*\},?)*\}|\[[0-9,]+\]<=\[[0-9,]+\](?:T\([0-9,]+\))?|mesh\[[^\]]*\] \{[^}:]*\}(?=,))"
+    r"replica_groups=(\{(?:\{[0-9,]*\},?)*\}|\[[0-9,]+\]<=\[[0-9,]+\](?:T\([0-9,]+\))?"
+    r"|mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? \{[^}]*\}(?=,|$))"
 )
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{[0-9]+,[0-9]+\},?)*)\}")
 _MESH_AXIS = re.compile(r"'([^']+)'=([0-9]+)")
+_TAKEN_AXIS = re.compile(r"'([^']+)'(?::\(([0-9]+)\)([0-9]+))?")
 _NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -31,6 +37,8 @@ class Collective:
       name: the scope it comes from.
       bytes: of what it produces, a device's own part included.
       groups: numbers of the devices that take part together; empty where the program does not list them.
+      parts: (element type, bytes) of each array that it produces.
+      pairs: of a collective-permute, the devices (from, to).
     """
 
     kind: str
@@ -38,6 +46,8 @@ class Collective:
     name: str
     bytes: int = 0
     groups: tuple[tuple[int, ...], ...] = ()
+    parts: tuple[tuple[str, int], ...] = ()
+    pairs: tuple[tuple[int, ...], ...] = ()
 
     def bytes_between(self, devices_per_node: int) -> int:
         """Bytes that all devices together send to other nodes, of `devices_per_node` consecutive devices each.
@@ -62,11 +72,25 @@ def collectives(hlo: str) -> list[Collective]:
     """The collectives of optimised HLO text (`compiled.as_text()`), each as often as it is written (a loop body once)."""
     found = []
     for match in _OPERATION.finditer(hlo):
-        types = _SHAPE.findall(match["type"])
-        shapes = tuple(_numbers(dims) for _, dims in types)
-        size = sum(int(bits) // 8 * math.prod(shape) for (bits, _), shape in zip(types, shapes, strict=True))
-        name, groups = _NAME.search(match["rest"]), _GROUPS.search(match["rest"])
-        found.append(Collective(match["kind"], shapes, name[1] if name else "", size, _groups(groups[1]) if groups else ()))
+        written, kind, rest = match["type"], match["kind"], match["rest"]
+        if match["start"] and kind != "all-reduce" and written.startswith("("):
+            written = _second(written)  # behind it stands what it is given, before and after other things
+        types = _SHAPE.findall(written)
+        shapes = tuple(_numbers(dims) for _, _, dims in types)
+        # `pred`, which names no width, takes a byte.
+        parts = tuple((name, -(-int(bits or 8) * math.prod(s) // 8)) for (name, bits, _), s in zip(types, shapes, strict=True))
+        name, groups, pairs = _NAME.search(rest), _GROUPS.search(rest), _PAIRS.search(rest)
+        found.append(
+            Collective(
+                kind,
+                shapes,
+                name[1] if name else "",
+                sum(size for _, size in parts),
+                _groups(groups[1]) if groups else (),
+                parts,
+                _listed(pairs[1]) if pairs else (),
+            )
+        )
     return found
 
 
@@ -79,21 +103,58 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(",") if n)
 
 
+def _second(written: str) -> str:
+    """Of the type of an operation that is only begun, (operands, results, ...), that of the results."""
+    depth, starts = 0, [1]
+    for place, letter in enumerate(written):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 1:
+            starts.append(place + 1)
+    return written[starts[1] : starts[2] - 1 if len(starts) > 2 else None] if len(starts) > 1 else written
+
+
+def _listed(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(_numbers(group) for group in re.findall(r"\{([0-9,]+)\}", text))
+
+
+@functools.cache
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     """Replica groups in any of their notations.
 
     They are listed, `{{0,1},{2,3}}`; or an iota reshaped, transposed and reshaped, `[groups,size]<=[dims]T(order)`; or, in newer
-    versions, those along some axes of a mesh of consecutive devices, `mesh['data'=2,'expert'=4] {'expert'}`.
+    versions, those along some axes of a mesh, `mesh['data'=2,'expert'=4] {'expert'}`, whose devices are consecutive or, behind
+    `device_ids=`, an iota or a list. Of an axis `'expert':(2)4` are the 4 places behind the first factor 2 of its size.
     """
     if text.startswith("mesh"):
-        mesh, axes = text.rsplit("{", 1)
+        head, taken = text.rsplit("{", 1)
+        mesh, _, order = head.partition("], device_ids=(")
         sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh)}
-        taken, names = re.findall(r"'([^']+)'", axes), list(sizes)
-        outermost = [names.index(name) for name in (*(name for name in names if name not in taken), *taken)]
-        devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())).transpose(outermost)
-        return tuple(map(tuple, devices.reshape(-1, math.prod(sizes[name] for name in taken)).tolist()))
-    if text.startswith("{"):
-        return tuple(_numbers(group) for group in re.findall(r"\{([0-9,]+)\}", text))
-    shape, dims, order = (_numbers(part) for part in re.fullmatch(r"\[(.*?)\]<=\[(.*?)\](?:T\((.*?)\))?", text).groups(""))  # type: ignore[union-attr]
+        parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in _TAKEN_AXIS.findall(taken)}
+        dims: list[int] = []
+        inside: list[int] = []
+        for name, size in sizes.items():
+            before, part = parts.get(name, (size, 1))
+            inside += [len(dims) + 1] if name in parts else []
+            dims += [before, part, size // (before * part)]
+        outermost = [axis for axis in range(len(dims)) if axis not in inside] + inside
+        devices = _device_order(order.rpartition(")")[0]) if order else np.arange(math.prod(dims))
+        groups = devices.reshape(dims).transpose(outermost).reshape(-1, math.prod(dims[axis] for axis in inside))
+    elif text.startswith("{"):
+        return _listed(text)
+    else:
+        groups = _iota(text)
+    return tuple(map(tuple, groups.tolist()))
+
+
+def _device_order(text: str) -> np.ndarray:
+    """Devices of a mesh in its order: an iota reshaped and transposed, `[2,4]T(1,0)`, or all of them, `1,0,3,2`."""
+    if not text.startswith("["):
+        return np.array(_numbers(text))
+    dims, order = (_numbers(part) for part in re.fullmatch(r"\[(.*?)\](?:T\((.*?)\))?", text).groups(""))  # type: ignore[union-attr]
     devices = np.arange(math.prod(dims)).reshape(dims)
-    return tuple(map(tuple, (devices.transpose(order) if order else devices).reshape(shape).tolist()))
+    return (devices.transpose(order) if order else devices).reshape(-1)
+
+
+def _iota(text: str) -> np.ndarray:
+    shape, order = text.split("<=")
+    return _device_order(order).reshape(_numbers(shape[1:-1]))

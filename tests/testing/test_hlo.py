@@ -39,3 +39,26 @@ def test_bytes_between_nodes():
         e.bytes_between(2)
     with pytest.raises(ValueError, match="its groups are not listed"):
         replace(a, groups=()).bytes_between(2)
+
+
+MORE = """
+  %a = pred[3]{0} all-reduce(%x), replica_groups=mesh['a'=1,'b'=2,'c'=4], device_ids=([2,2,2]T(1,0,2)) {'b'}, to_apply=%add
+  %b = (f32[2]{0:T(128)}, s4[3]{0}) all-reduce(%x, %y), replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'a'}, to_apply=%add
+  %c = s8[8]{0} all-gather(%x), replica_groups=mesh['a'=8] {'a':(2)2}, dimensions={0}
+  %d = (bf16[2]{0}, bf16[8]{0:T(8,128)(2,1)}) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  %e = bf16[8]{0} all-gather-done(%d)
+  %f = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
+  %g = ((f32[4]{0}, f32[4]{0}), (f32[2]{0}, f32[2]{0})) reduce-scatter-start(%x, %y), replica_groups={{0,1}}, dimensions={0}
+  %h = (f32[4]{0}, f32[5]{0}) all-reduce-start(%x, %y), replica_groups={{0,1}}, to_apply=%add
+"""
+
+
+def test_reordered_meshes_narrow_types_and_begun_operations():
+    a, b, c, d, f, g, h = collectives(MORE)
+    assert a.groups == ((0, 2), (1, 3), (4, 6), (5, 7)) and a.bytes == 3
+    assert b.groups == ((3, 2), (1, 0)) and b.parts == (("f32", 8), ("s4", 2))
+    # Places 0..7 are (2 before, 2 taken, 2 behind): devices that differ by 2.
+    assert c.groups == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert d.shapes == ((8,),) and d.parts == (("bf16", 16),)
+    assert f.pairs == ((0, 1), (1, 0)) and f.bytes == 16
+    assert g.bytes == 16 and h.bytes == 36
