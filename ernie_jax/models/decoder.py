@@ -150,7 +150,8 @@ class DecoderSegment(nnx.Module):
           that were not run, zeros).
         """
         graphdef, state = nnx.split(self.layers)
-        stacks = [() if layer.moe is None else layer.moe.stacks() for layer in self.layers]
+        # Gradients go to a layer's own weights; of the stacks, behind a branch, they would be so many zeros.
+        stacks = jax.lax.stop_gradient([() if layer.moe is None else layer.moe.stacks() for layer in self.layers])
         repeats = len(jax.tree.leaves(state)[0])
 
         def unit(x: jax.Array, caches: Any, weights: Any, repeat: jax.Array, stacks: Any, context: Context) -> tuple[Any, Any]:
@@ -165,22 +166,27 @@ class DecoderSegment(nnx.Module):
                 hidden.append(x if collect.hidden_states else None)
             return (x, None if caches is None else tuple(new_caches)), (tuple(routers), tuple(hidden))
 
-        remade = rematerialize(unit, self.remat, repeats=repeats)
-
-        def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-            def active() -> tuple[Any, Any]:
-                return remade(*carry, *xs, stacks, context)
-
+        def body(x: jax.Array, caches: Any, weights: Any, repeat: jax.Array, stacks: Any, context: Context) -> tuple[Any, Any]:
             if count is None:
-                return active()
+                return unit(x, caches, weights, repeat, stacks, context)
+
+            def active() -> tuple[Any, Any]:
+                return unit(x, caches, weights, repeat, stacks, context)
+
             kept = jax.eval_shape(active)[1]
             # All devices of a stage have the same count, so collectives in the layers are met by all they wait for.
             result: tuple[Any, Any] = jax.lax.cond(
-                xs[1] < count,
+                repeat < count,
                 active,
-                lambda: (carry, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), kept)),
+                lambda: ((x, caches), jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), kept)),
             )
             return result
+
+        # Around the branch: from inside it, all that its backward pass reads would be kept anew in each round, the stacks too.
+        remade = rematerialize(body, self.remat, repeats=repeats, branches=count is not None)
+
+        def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+            return remade(*carry, *xs, stacks, context)
 
         (x, new_caches), (routers, hidden) = jax.lax.scan(step, (x, caches), (state, jnp.arange(repeats, dtype=jnp.int32)))
         return x, new_caches, routers, hidden

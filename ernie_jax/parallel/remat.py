@@ -15,24 +15,31 @@ from ernie_jax.sharding import current_layout
 HOST_MEMORY_PLATFORMS = ("gpu", "tpu")
 
 
-def rematerialize(body: Callable[..., Any], policy: Remat, *, repeats: int = 2) -> Callable[..., Any]:
+def rematerialize(body: Callable[..., Any], policy: Remat, *, repeats: int = 2, branches: bool = False) -> Callable[..., Any]:
     """`body` with its activations recomputed in the backward pass as the policy says.
 
     Args:
       body: the function of one repetition of a layer stack, run inside `lax.scan`.
       policy: `none` keeps everything, `full` only the body's inputs; all others inputs and the tensors of their tags.
       repeats: rounds of that scan.
+      branches: whether the body is a branch that is taken or not.
 
     Raises:
       ValueError: an unknown policy or tag, with those that exist; offloading on a backend without host memory of its own.
     """
     plan = remat_plan(policy)
     if plan.everything:
-        return body
+        # A scan keeps once what is the same in all rounds, but what comes out of a branch it takes to differ.
+        return jax.checkpoint(body, prevent_cse=False, policy=_all_but_fills) if branches else body
     layout = current_layout()
     check_host_memory(policy, jax.default_backend() if layout is None else layout.mesh.devices.flat[0].platform)
     # Inside a scan the loop itself keeps the two copies of the body apart; but a loop of one round is none to the compiler.
     return jax.checkpoint(body, prevent_cse=repeats == 1, policy=checkpoint_policy(plan))
+
+
+def _all_but_fills(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Keeps everything that is not one number repeated, which costs nothing to make again."""
+    return primitive.name != "broadcast_in_dim"
 
 
 def checkpoint_policy(plan: RematPlan) -> Callable[..., Any] | None:

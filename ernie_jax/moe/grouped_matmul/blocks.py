@@ -39,7 +39,9 @@ def block_product(
     """[R, D] rows, [E, D, F] weights, [E] sizes -> [R, F]; `stack`, `first_row` and `sets` as in `grouped_matmul`."""
     kept, layer = (jax.lax.stop_gradient(weights)[None], jnp.int32(0)) if stack is None else stack
     groups = Groups(group_sizes, jnp.int32(0) if first_row is None else first_row.astype(jnp.int32))
-    return _product((matmul_precision(), sets), rows, weights, kept, layer, groups)
+    # As integers the kept weights have no tangent: out of a branch zeros for one would be kept.
+    settings = _Settings(matmul_precision(), sets, kept.dtype)
+    return _product(settings, rows, weights, as_bits(kept), layer, groups)
 
 
 class Groups(NamedTuple):
@@ -49,8 +51,12 @@ class Groups(NamedTuple):
     first_row: Array
 
 
-# Precision of the products, and how many sets of groups share the rows.
-_Settings = tuple[str | None, int]
+class _Settings(NamedTuple):
+    """Precision of the products, how many sets of groups share the rows, and the format of the kept weights."""
+
+    precision: str | None
+    sets: int
+    kept: jnp.dtype
 
 
 def block_heights(num_rows: int, num_groups: int) -> tuple[int, int]:
@@ -75,7 +81,7 @@ def block_counts(sizes: Array, heights: tuple[int, int]) -> tuple[Array, Array]:
 def _product(settings: _Settings, rows: Array, weights: Array, kept: Array, layer: Array, groups: Groups) -> Array:
     # `weights` is what the gradient is of; its values are read from `kept`, so that nothing has to make an array of them.
     if kept.size and is_few(rows.shape[0], groups.sizes.size):
-        return few_rows_product(rows, kept, layer, groups.sizes, groups.first_row)
+        return few_rows_product(rows, as_floats(kept, settings.kept), layer, groups.sizes, groups.first_row)
     return _rows_product(rows, kept, layer, groups, 0, settings)
 
 
@@ -101,22 +107,22 @@ _product.defvjp(_forward, _backward)
 
 
 def _rows_product(rows: Array, kept: Array, layer: Array, groups: Groups, side: int, settings: _Settings) -> Array:
-    """Rows times W (side 0) or W transposed (side 1), zero in spare rows; W of group e is kept[layer, e]."""
-    dtype, kept_dtype, num_rows = rows.dtype, kept.dtype, rows.shape[0]
-    rows, kept = as_bits(rows), as_bits(kept)
+    """Rows times W (side 0) or W transposed (side 1), zero in spare rows; W of group e has the bits kept[layer, e]."""
+    dtype, num_rows = rows.dtype, rows.shape[0]
+    rows = as_bits(rows)
     out = jnp.zeros((num_rows, kept.shape[3 - side]), rows.dtype)
     if out.size == 0 or groups.sizes.size == 0:
         return as_floats(out, dtype)
 
-    heights = block_heights(num_rows, settings[1] * groups.sizes.size)
+    heights = block_heights(num_rows, settings.sets * groups.sizes.size)
 
     def group(expert: Array, start: Array, size: Array, out: Array) -> Array:
         weight = jax.lax.dynamic_slice(kept, (layer, expert, 0, 0), (1, 1, *kept.shape[2:])).reshape(kept.shape[2:])
-        weight = as_floats(weight, kept_dtype).astype(dtype)
+        weight = as_floats(weight, settings.kept).astype(dtype)
 
         def block(top: Array, index: Array, first: Array, out: Array) -> Array:
             x = as_floats(jax.lax.dynamic_slice_in_dim(rows, top, index.size), dtype)
-            y = contract(x, weight, (1, side), settings[0]).astype(dtype)
+            y = contract(x, weight, (1, side), settings.precision).astype(dtype)
             # Rows above `first` are finished and stay. Rows past the group's end are zeroed: the next group, which comes
             # later, writes its own over them.
             old = jax.lax.dynamic_slice_in_dim(out, top, index.size)
@@ -136,14 +142,14 @@ def _weights_product(rows: Array, cotangent: Array, groups: Groups, settings: _S
     if out.size == 0 or num_rows == 0:
         return as_floats(out, dtype)
 
-    heights = block_heights(num_rows, settings[1] * groups.sizes.size)
+    heights = block_heights(num_rows, settings.sets * groups.sizes.size)
 
     def group(expert: Array, start: Array, size: Array, out: Array) -> Array:
         def block(top: Array, index: Array, first: Array, total: Array) -> Array:
             own = (index >= first) & (index < start + size)
             # Both factors are replaced: zero times the NaN of a spare row would be NaN.
             x, dy = (jnp.where(own, jax.lax.dynamic_slice_in_dim(a, top, index.size), 0) for a in factors)
-            return total + contract(as_floats(x, dtype), as_floats(dy, dtype), (0, 0), settings[0])
+            return total + contract(as_floats(x, dtype), as_floats(dy, dtype), (0, 0), settings.precision)
 
         total = for_blocks(start, size, num_rows, heights, block, jnp.zeros(width, jnp.float32))
         return jax.lax.dynamic_update_index_in_dim(out, as_bits(total.astype(dtype)), expert, 0)
