@@ -1,9 +1,12 @@
 """python launch/train.py --config=configs/ernie_4_5_300b_a47b_pretrain.py --workdir=runs/300b
 
 Pre-training of 300B-A47B: 15,120 sequences of 4,096 tokens a step. The published run used 2,016 GPUs as pipeline 12 x
-expert 8 x ZeRO-1 over 168; pipeline schedules are not available yet, so this recipe spreads the parameters with ZeRO-3
-instead (tensor 2 x expert 8, the rest data): on 2,016 GPUs each microbatch is one sequence a pair of devices, in 15 parts.
-One block of multi-token prediction, with a weight of 0.3. FP8, which the published run used, is left out.
+expert 8 x ZeRO-1 over 168. Here ZeRO and stages split matrices along the model width, 8,192, which neither 12 nor 168 divides,
+so the mesh below takes a power of two of devices, and a batch that it divides: on 2,048, `--config.batch_size=15360
+--config.accumulate=15`, or with stages `--config.mesh.tensor=1 --config.mesh.pipeline=8 --config.mesh.zero=1
+--config.accumulate=1 --config.pipeline.microbatches=60`, one sequence a device and microbatch.
+One block of multi-token prediction, with a weight of 0.3. FP8 in the experts, as the published run had it, is
+`--config.precision=fp8`.
 """
 
 import ml_collections
