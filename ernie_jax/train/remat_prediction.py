@@ -29,6 +29,7 @@ class StepShape:
     Attributes:
       tokens: n, of a microbatch.
       rows: R, of the experts' buffers, spare ones included.
+      assignments: that are sorted by expert, R or more.
       sent: rows that the exchange receives, 0 on one expert shard.
       rows_share: rows that are there on average, of one set of experts, as a share of R.
       patches: p; 0 without images.
@@ -39,6 +40,7 @@ class StepShape:
 
     tokens: int
     rows: int
+    assignments: int
     sent: int
     rows_share: float
     patches: int
@@ -53,11 +55,11 @@ class StepShape:
         """Of a run's step."""
         model, moe = run.model, run.model.moe
         tokens = run.batch_size // run.parts * run.seq_len // layout.axis_size(*BATCH_AXES)
-        rows = sent = 0
+        rows = assignments = sent = 0
         share = 1.0
         if moe is not None and model.num_moe_layers:
             sets = 1 if moe.vision_intermediate_size is None else 2
-            rows, sent = _expert_rows(run, layout, tokens, sets)
+            rows, assignments, sent = _expert_rows(run, layout, tokens, sets)
             share = min(1.0, tokens * moe.num_experts_per_tok / rows / sets)
         patches = (run.data.max_patches or 0) if model.vision is not None else 0
 
@@ -71,22 +73,26 @@ class StepShape:
 
         width = 2 if run.dtype == "bfloat16" else 4
         tensor = layout.axis_size("tensor")
-        return cls(tokens, rows, sent, share, patches, tensor, layout.mesh.size, tiled(run.seq_len), tiled(patches), width)
+        kernels = tiled(run.seq_len), tiled(patches)
+        return cls(tokens, rows, assignments, sent, share, patches, tensor, layout.mesh.size, *kernels, width)
 
 
-def _expert_rows(run: RunConfig, layout: Layout, tokens: int, sets: int) -> tuple[int, int]:
-    """(R, rows received) of the dispatcher that the run uses."""
+def _expert_rows(run: RunConfig, layout: Layout, tokens: int, sets: int) -> tuple[int, int, int]:
+    """(R, assignments, rows received) of the dispatcher that the run uses."""
     moe, shards = run.model.moe, layout.shards("expert")
     assert moe is not None
     k, own = moe.num_experts_per_tok, moe.num_experts * sets // shards
-    if shards == 1:
-        return tokens * k, 0
-    bucket = tokens
+    if layout.mesh.size == 1:
+        return tokens * k, tokens * k, 0
+    bucket, bound = tokens, math.inf
     factor = run.moe.capacity_factor
-    if factor is not None and run.moe.dispatch in ("auto", "all_to_all"):
-        per_expert = row_capacity(run.seq_len, moe.num_experts, k, factor) + sets - 1
-        bucket = min(tokens, tokens // run.seq_len * min(run.seq_len, per_expert * (moe.num_experts // shards)))
-    return shards * bucket * min(k, own), shards * bucket
+    if factor is not None:
+        of_row = (row_capacity(run.seq_len, moe.num_experts, k, factor) + sets - 1) * (moe.num_experts // shards)
+        bound = tokens // run.seq_len * shards * of_row
+        if run.moe.dispatch in ("auto", "all_to_all"):
+            bucket = min(tokens, tokens // run.seq_len * min(run.seq_len, of_row))
+    sent, slots = (0, tokens * k) if shards == 1 else (shards * bucket, shards * bucket * min(k, own))
+    return int(min(slots, bound)), slots, sent
 
 
 def tag_bytes(model: ModelConfig, shape: StepShape) -> dict[tuple[str, str], float]:
@@ -103,12 +109,12 @@ def tag_bytes(model: ModelConfig, shape: StepShape) -> dict[tuple[str, str], flo
     moe = model.moe
     if moe is not None:
         sizes |= {("moe", tag): size for tag, size in layer.items()}
-        slots = shape.rows // shape.sent if shape.sent else 0
+        slots = shape.assignments // shape.sent if shape.sent else 0
         sizes |= {
             ("moe", "mlp_gate_up"): n * 2 * moe.shared_intermediate_size * w / t if moe.num_shared_experts else 0,
             ("moe", "router"): n * moe.num_experts * _FLOAT / t,
             # The order and its inverse, and on several shards whose token each place of the buffer holds.
-            ("moe", "expert_sort"): (2 * shape.rows + shape.sent) * _INT,
+            ("moe", "expert_sort"): (shape.rows + shape.assignments + shape.sent) * _INT,
             ("moe", "expert_received"): shape.sent * (model.hidden_size * w + 2 * slots * _FLOAT),
             ("moe", "expert_gate_up"): shape.rows * 2 * moe.intermediate_size * w / t,
             ("moe", "vision_expert_gate_up"): shape.rows * 2 * (moe.vision_intermediate_size or 0) * w / t,
