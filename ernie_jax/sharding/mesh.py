@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 # Outermost first: pipeline stages talk least and may span hosts, expert and tensor groups talk most and stay within one.
 MESH_AXES = ("pipeline", "data", "expert", "tensor")
@@ -64,6 +64,11 @@ def make_mesh(
     return jax.make_mesh(
         tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=chosen
     )
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """A mesh of these axis sizes without devices: enough for shapes, specs and shardings."""
+    return AbstractMesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def one_device_mesh(device: jax.Device | None = None) -> Mesh:

@@ -51,8 +51,9 @@ class StepShape:
     width: int
 
     @classmethod
-    def of(cls, run: RunConfig, layout: Layout) -> StepShape:
-        """Of a run's step."""
+    def of(cls, run: RunConfig, layout: Layout, platform: str | None = None) -> StepShape:
+        """Of a run's step on a platform, that of the layout's devices by default (an abstract mesh has none)."""
+        backend = platform or layout.mesh.devices.flat[0].platform
         model, moe = run.model, run.model.moe
         tokens = run.batch_size // run.parts * run.seq_len // layout.axis_size(*BATCH_AXES)
         rows = assignments = sent = 0
@@ -64,10 +65,9 @@ class StepShape:
         patches = (run.data.max_patches or 0) if model.vision is not None else 0
 
         def tiled(length: int) -> bool:
-            platform = layout.mesh.devices.flat[0].platform
             c = run.compute
             chosen = choose_implementation(
-                c.attention, query_length=length, backend=platform, chunk_from=c.attention_chunk_from, dtype=c.dtype
+                c.attention, query_length=length, backend=backend, chunk_from=c.attention_chunk_from, dtype=c.dtype
             )
             return chosen == "chunked"
 
