@@ -20,6 +20,8 @@ from ernie_jax.sharding import Layout
 from ernie_jax.train.remat_prediction import StepShape, tag_bytes, unit_bytes
 
 FLOAT = INT = 4
+# XLA:CPU gives sums over so many numbers to a library, whose operands stand in memory.
+LIBRARY_SUM = 2**20
 Bytes = Counter[str]
 
 
@@ -104,7 +106,8 @@ def everything_bytes(sizes: LayerSizes, kind: str) -> Bytes:
     attention = (2 * sizes.query + 2 * sizes.value) * w + sizes.query * w
     # The dense kernel: exponentials and normed weights, float32.
     attention += 2 * sizes.scores * FLOAT
-    attention += n * model.num_attention_heads / t * FLOAT if sizes.backend != "dense" else -sizes.query * w * 0
+    if sizes.backend != "dense":
+        attention += n * model.num_attention_heads / t * FLOAT
     mlp = sizes.mlp_width(kind)
     # Gate, up, and their product.
     activations = norms + attention + 3 * n * mlp * w / t
@@ -140,9 +143,9 @@ def kept_by_unit(sizes: LayerSizes, policy: Remat, unit: Sequence[str]) -> Bytes
     return parts(activations=kept - dispatch + widened, dispatch=dispatch)
 
 
-def open_layer(sizes: LayerSizes, kind: str) -> Bytes:
+def open_layer(sizes: LayerSizes, *, remade: bool) -> Bytes:
     """What of a layer's stream and attention is there from when its activations are (made again or taken from where they are
-    kept) until its backward pass ends; without its MLP and experts."""
+    kept) until its backward pass ends; without its MLP and experts. `remade`: they are made again."""
     wide = sizes.wide
     # Layer's input, stream behind attention, cotangent.
     stream, gathered, heads, values = 3, 2, 2, 2
@@ -150,12 +153,18 @@ def open_layer(sizes: LayerSizes, kind: str) -> Bytes:
     if sizes.on_cpu:
         # Twice each norm's input; other backends make them where they are used.
         stream += 2
+        if sizes.stream >= LIBRARY_SUM:
+            # The factors of normed rows, written out for every number of theirs.
+            stream += 4 if remade and sizes.shape.tensor == 1 else 1
         if sizes.backend == "chunked":
             # Tiles of q, k and v, q turned, and the sums of their gradients.
             workspace = (3 * sizes.query + 4 * sizes.value) * FLOAT - 2 * sizes.value * wide
             heads = 1
         else:
             workspace = sizes.query * wide
+        # Weights of the four projections, turned.
+        model = sizes.model
+        workspace += 2 * (sizes.query + sizes.value) / sizes.shape.tokens * model.hidden_size * FLOAT
     elif sizes.backend == "fused":
         workspace = sizes.query * FLOAT
     # Weights and their gradient.
@@ -174,11 +183,13 @@ def open_mlp(sizes: LayerSizes, kind: str, *, remade: bool) -> Bytes:
 def mlp_backward(sizes: LayerSizes, kind: str) -> Bytes:
     """While the backward pass of a gated MLP runs: gate, up, their gradients, activation, product and its gradient.
 
-    Between several tensor shards the gradient of gate and up is gathered, and copied, before the product that gives the weights'.
+    Between several tensor shards the gradient of gate and up is gathered, and on CPU copied, before the product that gives the
+    weights'; and the gradient at the input is a sum over them, of whole rows.
     """
     n, t, width = sizes.shape.tokens, sizes.shape.tensor, sizes.mlp_width(kind)
-    local = 7 * n * width / t * sizes.wide
+    local = n * width / t * sizes.wide
     if t == 1:
-        return parts(workspace=local)
-    whole = 2 * n * width * sizes.wide * (2 if sizes.on_cpu else 1)
-    return parts(workspace=max(local, whole))
+        return parts(workspace=7 * local)
+    whole = 2 * n * width * sizes.wide
+    copied = max(whole if sizes.on_cpu else 0, 5 * local)
+    return parts(workspace=max(7 * local, whole + copied), activations=sizes.gathered * sizes.wide if kind == "dense" else 0)

@@ -31,7 +31,8 @@ def pipeline_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments:
     # With a tensor axis ZeRO brings weights together once a step (see `PipelinedGradients`).
     within = make_layout(layout.mesh, run.model, "tp_sp") if sizes.shape.tensor > 1 else layout
     summed = within if sizes.shape.tensor > 1 else moments
-    base = weight_bytes(run, sizes, plan, spread, elements(within, without=("pipeline",)))
+    whole = elements(within, without=("pipeline",))
+    base = weight_bytes(run, sizes, plan, spread, whole)
     trained = trained_of(run)
     of_stage, of_edges = [w for w in trained if w.segment == spread], [w for w in trained if w.segment != spread]
     held = elements(summed, without=("pipeline",))
@@ -40,14 +41,14 @@ def pipeline_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments:
     sums = parts(gradients=sum(share * held(w) for w in of_stage) * FLOAT + sum(map(held, of_edges)) * FLOAT)
     # Those of the chunk at hand, in the format of the weights.
     chunk = parts(gradients=sum(plan.places / plan.repeats * held(w) * _itemsize(w, sizes) for w in of_stage))
-    whole = elements(within, without=("pipeline",))
-    edges = parts(gradients=sum(whole(w) for w in of_edges if w.segment is None) * FLOAT)
     base = base + sums + waiting_bytes(run, sizes, stages)
+    chunk.update(chunk_weights(run, sizes, plan, spread, whole))
     kept = times(plan.places, kept_by_unit(sizes, run.compute.remat, unit))
     inner = Segment(0, unit, plan.places)
     between = open_between(run, sizes, [inner]) if plan.places == 1 else kept
-    found = [base + between + edges + loss_bytes(run, sizes, layout)]
-    found += [base + chunk + kept + moment for moment in unit_backward(run, sizes, layout, unit)]
+    found = [base + between + loss_bytes(run, sizes, layout)]
+    branch = len(set(plan.counts)) > 1
+    found += [base + chunk + kept + moment for moment in unit_backward(run, sizes, layout, unit, branch=branch)]
     found += [base + moment for moment in edge_moments(run, sizes, layout, segments, spread)]
     # Behind the loop the sums go to where the moments are.
     found.append(sums + parts(gradients=sum(map(elements(moments), trained)) * FLOAT))
@@ -69,7 +70,23 @@ def weight_bytes(run: RunConfig, sizes: LayerSizes, plan: StagePlan, spread: int
         width = _itemsize(weight, sizes)
         total += share * count * width
         if sizes.on_cpu and width < FLOAT:
-            total += share * count * (width if "expert" in (weight.axes[1] or "") else FLOAT)
+            total += share * count * (width if weight.axes[1] == "expert" else FLOAT)
+    return parts(collectives=total)
+
+
+def chunk_weights(run: RunConfig, sizes: LayerSizes, plan: StagePlan, spread: int, whole: Count) -> Bytes:
+    """Copies of the weights of the chunk at hand: of all, where a stage has several chunks to choose from; else of the experts,
+    where emptier chunks make a branch of each layer and what is read in it comes out of the branch. On CPU the experts' copy as
+    integers is that one already."""
+    total = 0.0
+    for weight in weights_of(run):
+        if weight.segment != spread:
+            continue
+        size = plan.places / plan.repeats * whole(weight) * _itemsize(weight, sizes)
+        experts = weight.cast and weight.axes[1] == "expert"
+        bits = sizes.on_cpu and sizes.shape.width < FLOAT
+        if plan.virtual_stages > 1 or (experts and len(set(plan.counts)) > 1 and not bits):
+            total += size
     return parts(collectives=total)
 
 

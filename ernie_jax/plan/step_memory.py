@@ -23,7 +23,7 @@ from ernie_jax.plan.activation_memory import (
 )
 from ernie_jax.plan.state_memory import Weight, elements, trained_of
 from ernie_jax.plan.workspace import expert_gradients, expert_moments, loss_bytes
-from ernie_jax.sharding import Layout
+from ernie_jax.sharding import BATCH_AXES, Layout
 
 
 def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Layout) -> list[Bytes]:
@@ -45,10 +45,17 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
     for i in scanned:
         kept.update(times(segments[i].repeats, kept_by_unit(sizes, run.compute.remat, segments[i].unit)))
     between = open_between(run, sizes, segments) + carried + stacks + kept
+    if run.parts > 1 and sizes.shape.tensor > 1:
+        # The table, brought together once for all microbatches.
+        between.update(parts(collectives=run.model.vocab_size * run.model.hidden_size * FLOAT))
     found = [between + loss_bytes(run, sizes, layout)]
     behind = head + embedding_gradient(run, sizes)
+    local = elements(layout)
     for i in scanned:
         found += [between + behind + moment for moment in unit_backward(run, sizes, layout, segments[i].unit)]
+        # A layer's gradients, of whole weights, before and after their sum over the devices that share them.
+        alone = sum(local(w) for w in trained if w.segment == i and is_shared(w, layout)) / segments[i].repeats
+        found.append(between + behind + parts(collectives=2 * alone * sizes.wide, activations=3 * sizes.stream * sizes.wide))
     # The first layers' backward, and the embedding's, with all other gradients there.
     last = carried + summed(trained) + parts(gradients=run.model.vocab_size * run.model.hidden_size * FLOAT)
     found.append(last + parts(activations=2 * sizes.stream * sizes.wide))
@@ -56,6 +63,12 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
         if segment.repeats == 1 and 0 not in scanned:
             found += [carried + summed(trained) + moment for moment in unit_backward(run, sizes, layout, segment.unit)]
     return found
+
+
+def is_shared(weight: Weight, layout: Layout) -> bool:
+    """Whether several batch shards have the same numbers of a weight, whose gradient they therefore sum."""
+    used = {axis for name in weight.axes if name for axis in layout.rules.mesh_axes(name)}
+    return layout.axis_size(*(axis for axis in BATCH_AXES if axis not in used)) > 1
 
 
 def open_between(run: RunConfig, sizes: LayerSizes, segments: Iterable[Segment]) -> Bytes:
@@ -68,7 +81,7 @@ def open_between(run: RunConfig, sizes: LayerSizes, segments: Iterable[Segment])
             continue
         plan = remat_plan(remat_within(run.compute.remat, kinds_of(segment.unit, run.model)))
         for kind in segment.unit:
-            total.update(open_layer(sizes, kind))
+            total.update(open_layer(sizes, remade=not plan.everything))
             if plan.everything or sizes.shape.tensor == 1:
                 # Between tensor shards a product waits for its gathered input, which keeps what is made again in its place.
                 total.update(open_mlp(sizes, kind, remade=not plan.everything))
@@ -77,12 +90,14 @@ def open_between(run: RunConfig, sizes: LayerSizes, segments: Iterable[Segment])
     return total
 
 
-def unit_backward(run: RunConfig, sizes: LayerSizes, layout: Layout, unit: tuple[str, ...]) -> list[Bytes]:
-    """The fullest moments of the backward pass of one repetition of a unit, beside what is kept."""
+def unit_backward(
+    run: RunConfig, sizes: LayerSizes, layout: Layout, unit: tuple[str, ...], *, branch: bool = False
+) -> list[Bytes]:
+    """The fullest moments of the backward pass of one repetition of a unit, perhaps behind a branch, beside what is kept."""
     plan = remat_plan(remat_within(run.compute.remat, kinds_of(unit, run.model)))
     opened: Bytes = Counter()
-    for kind in unit:
-        opened.update(open_layer(sizes, kind))
+    for _ in unit:
+        opened.update(open_layer(sizes, remade=not plan.everything))
     moments = []
     for kind in dict.fromkeys(unit):
         if kind == "dense":
@@ -91,7 +106,7 @@ def unit_backward(run: RunConfig, sizes: LayerSizes, layout: Layout, unit: tuple
         gradients = expert_gradients(run, sizes, layout)
         kept = plan.everything or "expert_gate_up" in plan.saved
         full = not plan.everything and not plan.saved
-        moments += [opened + gradients + moment for moment in expert_moments(sizes, kept=kept, full=full)]
+        moments += [opened + gradients + moment for moment in expert_moments(sizes, kept=kept, full=full, branch=branch)]
     return moments
 
 

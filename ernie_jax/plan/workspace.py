@@ -14,7 +14,8 @@ from ernie_jax.sharding import BATCH_AXES, Layout
 
 
 def expert_gradients(run: RunConfig, sizes: LayerSizes, layout: Layout) -> Bytes:
-    """While a layer's experts are differentiated: both gradients of their weights, sums in float32 of one expert, its weights.
+    """While a layer's experts are differentiated: both gradients of their weights, sums in float32 of one expert, its weights; and
+    the gradients of the shared experts.
 
     Where the mesh splits what one expert needs, the layer's weights are brought together first.
     """
@@ -24,16 +25,18 @@ def expert_gradients(run: RunConfig, sizes: LayerSizes, layout: Layout) -> Bytes
     one = 3 * run.model.hidden_size * sizes.expert_width() / t
     own = moe.num_experts / layout.shards("expert")
     gathered = own * one * w if layout.axis_size(*(a for a in layout.rules.mesh_axes("expert_embed") if a != "pipeline")) > 1 else 0
-    return parts(gradients=own * one * w, workspace=one * FLOAT + one * w * 2 / 3, collectives=gathered)
+    shared = 3 * run.model.hidden_size * sizes.mlp_width("moe") / t * sizes.wide
+    return parts(gradients=own * one * w + shared, workspace=one * FLOAT + one * w * 2 / 3, collectives=gathered)
 
 
-def expert_moments(sizes: LayerSizes, *, kept: bool, full: bool) -> list[Bytes]:
+def expert_moments(sizes: LayerSizes, *, kept: bool, full: bool, branch: bool) -> list[Bytes]:
     """The two fullest moments of the backward pass of a layer's experts, and that of its shared experts.
 
     Args:
       sizes: of the layer's arrays.
       kept: whether gate and up of the experts were kept, and need not be made again.
       full: whether nothing was kept.
+      branch: whether layers are behind a branch, out of which comes all that the backward pass reads.
     """
     shape = sizes.shape
     w, t = shape.width, shape.tensor
@@ -41,16 +44,17 @@ def expert_moments(sizes: LayerSizes, *, kept: bool, full: bool) -> list[Bytes]:
     width = shape.rows * sizes.expert_width() / t * w
     remade = 0 if kept else 2 * width
     # The results' gradients arrive: what is sent and what is received, both there at once, as float32 on CPU; already made are the
-    # experts' rows (on CPU also as integers, where they have 16 bits), the buffer for their gradients, and of width F the
-    # activation, its derivative and product.
+    # experts' rows, the buffer for their gradients, and of width F the activation, its derivative and product. Out of a branch
+    # 16-bit rows come on CPU as numbers and as integers.
     bits = sizes.on_cpu and w < FLOAT
     exchange = 2 * shape.sent * sizes.model.hidden_size * sizes.wide
-    narrow = 6 if bits else 3 if full else 4
-    arrival = exchange + (3 if bits else 2) * rows + narrow * width + remade
-    # The gradient of gate and up is made: also there are the results' gradients, by row, and those of the product.
-    narrow = 3 if full and not bits else 4
+    doubled = bits and branch
+    narrow = 6 if doubled else 3 if full and not bits else 4
+    arrival = exchange + (3 if doubled else 2) * rows + narrow * width + remade
+    # The gradient of gate and up is made: also there are the results' gradients, by row, and those of the product. Of 16-bit ones
+    # on CPU gate and up are taken apart first, and their gradient takes that place.
     middle = 3 * rows + narrow * width + remade
-    moments = [parts(dispatch=arrival), parts(dispatch=middle + 2 * width)]
+    moments = [parts(dispatch=arrival), parts(dispatch=middle + (0 if bits else 2 * width))]
     if sizes.mlp_width("moe"):
         moments.append(parts(dispatch=middle) + mlp_backward(sizes, "moe"))
     # The gradient at the shared experts' input.
