@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -79,15 +80,21 @@ class ModelStages:
         tower = {path: value for path, value in values.items() if path.startswith(_OF_TOWER)}
         edges, stages = {}, {}
         for path, value in values.items():
+            if path in tower:
+                continue
+            if self._cast_by_layers(path, value):
+                # A layer would do so where it uses it; here it halves what is sent and held.
+                value = self.dtypes.cast(value)
+            kept = value.dtype
+            # XLA:CPU would send 16-bit floats as float32.
+            bits = jax.lax.bitcast_convert_type(value, jnp.uint16) if kept.itemsize == 2 else value
             if path.startswith(self.prefix):
-                if value.ndim > 2 and "router" not in path:
-                    # A layer would do so where it uses it; here it halves what is sent.
-                    value = self.dtypes.cast(value)
-                staged = self.plan.to_stages(value)
                 where = PartitionSpec("pipeline", None, None, *self._of_stage(self._axes[path][1:]))
-                stages[path.removeprefix(self.prefix)] = self._constrained(staged, where)
-            elif path not in tower:
-                edges[path] = self._constrained(value, self._of_stage(self._axes[path]))
+                placed = self._constrained(self.plan.to_stages(bits), where)
+                stages[path.removeprefix(self.prefix)] = jax.lax.bitcast_convert_type(placed, kept)
+            else:
+                placed = self._constrained(bits, self._of_stage(self._axes[path]))
+                edges[path] = jax.lax.bitcast_convert_type(placed, kept)
         return StageWeights(edges, stages, tower)
 
     def join(self, gradients: StageWeights, layout: Layout) -> Arrays:
@@ -134,6 +141,14 @@ class ModelStages:
         given = {path: value for some in values for path, value in some.items()}
         segment: DecoderSegment = nnx.merge(graphdef, with_values(state, given))
         return segment
+
+    @staticmethod
+    def _cast_by_layers(path: str, value: jax.Array) -> bool:
+        """Whether a weight is used in the compute format only, and once a microbatch.
+
+        Embedding and head are not: the gradient of several uses is added up in the format of the weight.
+        """
+        return path.startswith(("decoder/segments/", "mtp/")) and value.ndim > 2 and "router" not in path
 
     def _of_stage(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         """Where a weight is within a stage: its spec without the pipeline axis."""
