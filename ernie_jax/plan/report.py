@@ -12,7 +12,7 @@ import jinja2
 from ernie_jax.plan.report_figures import (
     GIB,
     layout_text,
-    memory_bar,
+    memory_bars,
     pipeline_simulation,
     scatter,
     seconds_text,
@@ -83,7 +83,8 @@ def render_report(plan: Plan) -> str:
 def _content(plan: Plan) -> dict[str, Any]:
     shown, topology = plan.shown, plan.topology
     capacity = float(topology.memory_bytes)
-    used = [name for name in shown.memory.fullest.parts if any(stage.parts.get(name) for stage in shown.memory.stages)]
+    stages = shown.memory.stages
+    used = [name for name in shown.memory.fullest.parts if any(stage.parts.get(name) for stage in stages)]
     return {
         "title": f"{plan.model} on {topology.name}",
         "fits": plan.choice is not None,
@@ -94,7 +95,8 @@ def _content(plan: Plan) -> dict[str, Any]:
         "categories": [(name, _gib(shown.memory.fullest.parts.get(name, 0.0))) for name in used],
         "fullest": shown.memory.fullest.stage,
         "stages": [
-            (stage.stage, f"{stage.bytes / GIB:.1f} GiB", memory_bar(stage, capacity, plan.budget)) for stage in shown.memory.stages
+            (stage.stage, f"{stage.bytes / GIB:.1f} GiB", drawn)
+            for stage, drawn in zip(stages, memory_bars(stages, capacity, plan.budget), strict=True)
         ],
         "capacity": _gib(capacity),
         "budget": _gib(plan.budget),
@@ -130,7 +132,7 @@ def choice_sentence(plan: Plan) -> str:
 
 def _devices(plan: Plan) -> str:
     topology = plan.topology
-    return "one " + topology.device if topology.devices == 1 else f"{topology.devices:,} × {topology.device}"
+    return "one " + topology.device if topology.devices == 1 else f"{topology.devices:,} x {topology.device}"
 
 
 def _tiles(plan: Plan, shown: Candidate) -> list[tuple[str, str, str]]:
@@ -141,7 +143,7 @@ def _tiles(plan: Plan, shown: Candidate) -> list[tuple[str, str, str]]:
         ("throughput", f"{_count(time.tokens_per_s)}", "tokens/s"),
         ("MFU", f"{time.mfu:.1%}", "of the dense peak"),
         ("fullest device", f"{shown.memory.bytes / GIB:.1f} GiB", f"{share:.0%} of its memory"),
-        ("exposed communication", f"{time.exposed_share:.1%}", "of the step"),
+        ("communication", f"{time.exposed_share:.1%}", "of the step, exposed"),
         ("bubble", f"{time.bubble / time.seconds:.1%}", "of the step"),
     ]
 
@@ -154,7 +156,7 @@ def _choice_table(plan: Plan, shown: Candidate) -> Table:
         ("schedule", shown.schedule or "none: one stage"),
         ("microbatches", f"{run.parts:,}"),
         ("batch", f"{run.batch_size:,} rows of {run.seq_len:,} tokens"),
-        ("rematerialisation", shown.remat),
+        ("rematerialisation", shown.remat.replace(",", ", ")),
         ("ZeRO", {0: "0: nothing sharded", 1: "1: optimiser state", 3: "3: parameters too"}[run.mesh.zero]),
         ("dispatch", str(run.moe.dispatch) if run.model.moe is not None else "no experts"),
         ("computed in", run.computed_in),
@@ -193,9 +195,9 @@ def _runners_up(plan: Plan) -> Table:
     columns = ("mesh", "schedule", "remat", "ZeRO", "microbatches", "GiB", "step", "MFU", "why not")
     rows = []
     for other in plan.alternatives:
-        mesh = " × ".join(f"{axis} {size}" for axis, size in other.mesh.items() if size > 1) or "one device"
+        mesh = " x ".join(f"{axis} {size}" for axis, size in other.mesh.items() if size > 1) or "one device"
         figures = (f"{other.memory.bytes / GIB:.1f}", seconds_text(other.time.seconds), f"{other.time.mfu:.1%}")
-        settings = (other.schedule or "–", other.remat, str(other.run.mesh.zero), f"{other.run.parts:,}")
+        settings = (other.schedule or "none", other.remat.replace(",", ", "), str(other.run.mesh.zero), f"{other.run.parts:,}")
         rows.append((mesh, *settings, *figures, other.reason))
     return Table(columns, tuple(rows), frozenset({"ZeRO", "microbatches", "GiB", "step", "MFU"}))
 

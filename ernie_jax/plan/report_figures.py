@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ernie_jax.plan.step_time import StepTime
 
 GIB = 2**30
-_BAR = 26
 _ROW = 20
 # A pipeline's backward pass makes a chunk's activations again: one forward, and the two products of each weight.
 _BACKWARD = 3.0
@@ -26,28 +25,27 @@ _BACKWARD = 3.0
 _LEGIBLE = 0.018
 
 
-def memory_bar(stage: StageMemory, capacity: float, budget: float) -> Markup:
-    """One stage's memory by category on a scale that holds `capacity`, with the device's memory and the budget as lines; bytes."""
-    scale = memory_scale([stage.bytes], capacity)
+def memory_bars(stages: Sequence[StageMemory], capacity: float, budget: float) -> list[Markup]:
+    """A bar a stage by category, all on one scale that holds `capacity`; the device's memory and the budget as lines. Bytes."""
+    full = max(capacity * 1.02, *(stage.bytes for stage in stages))
+    height = 34 if len(stages) <= 4 else 24
+    return [_memory_bar(stage, full, capacity, budget, height) for stage in stages]
+
+
+def _memory_bar(stage: StageMemory, full: float, capacity: float, budget: float, height: int) -> Markup:
     parts, start = [], 0.0
     for name, size in stage.parts.items():
         if size > 0:
             said = f"stage {stage.stage}, {name}: {size / GIB:.2f} GiB"
-            parts.append(bar(start / scale, size / scale, y=2, height=_BAR - 4, title=said, class_=f"c-{name}"))
+            parts.append(bar(start / full, size / full, y=2, height=height - 4, title=said, class_=f"c-{name}"))
             start += size
     rest = max(0.0, capacity - start)
-    free = bar(start / scale, rest / scale, y=2, height=_BAR - 4, title=f"free: {rest / GIB:.2f} GiB", class_="free")
-    lines = [_upright(budget / scale, "budget"), _upright(capacity / scale, "capacity")]
-    return drawing([free, *parts, *lines], height=_BAR, label=f"memory of stage {stage.stage}", class_="bar")
-
-
-def memory_scale(sizes: Sequence[float], capacity: float) -> float:
-    """Bytes that the width of memory bars stands for."""
-    return max(capacity * 1.02, *sizes)
-
-
-def _upright(at: float, kind: str) -> Markup:
-    return element("line", x1=percent(min(at, 1.0)), x2=percent(min(at, 1.0)), y1=0, y2=_BAR, class_=kind)
+    free = bar(start / full, rest / full, y=2, height=height - 4, title=f"free: {rest / GIB:.2f} GiB", class_="free")
+    lines = [
+        element("line", x1=percent(size / full), x2=percent(size / full), y1=0, y2=height, class_=kind)
+        for size, kind in ((budget, "budget"), (capacity, "capacity"))
+    ]
+    return drawing([free, *parts, *lines], height=height, label=f"memory of stage {stage.stage}", class_="bar")
 
 
 def step_line(time: StepTime) -> Markup:
@@ -98,9 +96,8 @@ def timetable(simulation: Simulation, *, until: float = 1.0, numbers: bool = Fal
     ]
     idle = [element("rect", x=0, y=stage * _ROW + 2, width=10000, height=_ROW - 4, class_="idle") for stage in range(stages)]
     # Stretched across alone: this inner drawing has no text.
-    inner = element(
-        "svg", joined([*idle, *paths]), x=0, y=0, width="100%", height=height, viewBox=f"0 0 10000 {height}", preserveAspectRatio="none"
-    )  # fmt: skip
+    space = {"width": "100%", "height": height, "viewBox": f"0 0 10000 {height}", "preserveAspectRatio": "none"}
+    inner = element("svg", joined([*idle, *paths]), **space)
     labels = [_number(span, end) for span in shown if numbers and (min(span.end, end) - span.start) / end > _LEGIBLE]
     return drawing([inner, *labels], height=height, label="timetable of the pipeline", class_="timetable")
 
@@ -111,7 +108,7 @@ def _number(span: Span, end: float) -> Markup:
 
 
 def scatter(considered: Sequence[Candidate], choice: Candidate | None, capacity: float, budget: float, height: int = 340) -> Markup:
-    """Memory of the fullest device against step time of every candidate, with the names of axes and ticks; a grid of two columns."""
+    """Memory of the fullest device against step time of every candidate: ticks and plot, for a grid of two columns."""
     across = Scale.around([candidate.time.seconds for candidate in considered])
     up = Scale.around([*(candidate.memory.bytes / GIB for candidate in considered), capacity / GIB], from_zero=True)
     lines, ticks, marks = [], [], []
@@ -125,7 +122,6 @@ def scatter(considered: Sequence[Candidate], choice: Candidate | None, capacity:
     limit, device = (percent(1 - up(size / GIB)) for size in (budget, capacity))
     lines.append(element("line", x1=0, x2="100%", y1=device, y2=device, class_="capacity"))
     lines.append(element("line", x1=0, x2="100%", y1=limit, y2=limit, class_="budget"))
-    lines.append(element("text", "memory budget", x="99%", y=limit, dy="1.2em", class_="tick end"))
     points = [_point(candidate, across, up, "fits" if candidate.fits else "lost", 4.5) for candidate in considered]
     if choice is not None:
         points.append(_point(choice, across, up, "choice", 8))
@@ -143,10 +139,11 @@ def _point(candidate: Candidate, across: Scale, up: Scale, kind: str, radius: fl
 
 def layout_text(candidate: Candidate) -> str:
     """The mesh, the schedule and the policy of a candidate in a few words."""
-    axes = " × ".join(f"{axis} {size}" for axis, size in candidate.mesh.items() if size > 1) or "one device"
+    axes = " x ".join(f"{axis} {size}" for axis, size in candidate.mesh.items() if size > 1) or "one device"
     words = [axes, *([candidate.schedule] if candidate.schedule else []), f"remat {candidate.remat}"]
     words += [f"ZeRO {candidate.run.mesh.zero}"] if candidate.run.mesh.zero else []
-    return ", ".join([*words, f"{candidate.run.parts} microbatches"])
+    parts = candidate.run.parts
+    return ", ".join([*words, f"{parts} microbatch{'es' if parts > 1 else ''}"])
 
 
 def seconds_text(value: float) -> str:
