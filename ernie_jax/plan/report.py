@@ -167,7 +167,7 @@ def _choice_table(plan: Plan, shown: Candidate) -> Table:
 def _parts_table(shown: Candidate) -> Table:
     total = shown.time.seconds
     rows = tuple((part.name, part.kind, seconds_text(part.seconds), f"{part.seconds / total:.1%}") for part in shown.time.parts)
-    return Table(("part", "kind", "time", "share of the step"), rows, frozenset({"time", "share of the step"}))
+    return Table(("part", "kind", "time", "share"), rows, frozenset({"time", "share"}))
 
 
 def _pipeline(shown: Candidate) -> dict[str, Any]:
