@@ -2,6 +2,7 @@
 
 python launch/plan.py ernie-4.5-300b-a47b --topology h100:512 [--global-tokens 16777216 --seq-len 4096 --json]
 python launch/plan.py quickstart --topology cpu:8 --mesh data=4,expert=2 --compile
+python launch/plan.py ernie-4.5-300b-a47b --topology h800:64 --serve --prompt-tokens 2048 --output-tokens 400 --time-per-token 0.05
 
 TOPOLOGY is a name with a number of devices (a100-80, h100, h800, h200, b200, v5e, v5p, v6e, cpu; `h100:512`) or a YAML file of one's
 own. Nothing is run: figures come from formulas, and with --compile from the compiler.
@@ -44,15 +45,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile the step of the plan and compare what the compiler says")
     parser.add_argument("--html", metavar="FILE", help="also write a report that a browser shows")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    from ernie_jax.plan.serving_table import add_serving_arguments
+
+    add_serving_arguments(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Say what will be done, do it, end with one line; 2 for a mistake of the user."""
-    args = parse_arguments(argv)
     # Before jax is imported: a plan needs no accelerator.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    args = parse_arguments(argv)
     try:
+        if args.serve:
+            return serve(args)
         plan = make(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -85,6 +91,24 @@ def make(args: argparse.Namespace) -> Plan:
         write_report(plan, args.html)
         console.print(f"Wrote     {args.html}", markup=False)
     return plan
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Print the serving plan that the command line asks for."""
+    if args.compile or args.html:
+        raise ValueError("--compile and --html are of training plans; leave them out with --serve, or take --json")
+    from rich.console import Console
+
+    from ernie_jax.plan.plan import machine_named
+    from ernie_jax.plan.serving import plan_serving
+    from ernie_jax.plan.serving_table import serving_arguments, serving_sentence, serving_table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console.print(f"Plan      serving {args.model} on {args.topology}", markup=False)
+    plan = plan_serving(args.model, machine_named(args.topology), **serving_arguments(args))
+    console.print(serving_table(plan))
+    print(json.dumps(plan.to_json()) if args.json else serving_sentence(plan), flush=True)
+    return 0
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def make_plan(
         or the model; numbers out of range.
     """
     name, shape = _model(model)
-    machine = topology if isinstance(topology, Topology) else _topology(topology)
+    machine = topology if isinstance(topology, Topology) else machine_named(topology)
     if not (isinstance(memory_budget, int | float) and 0 < memory_budget <= 1):
         raise ValueError(f"memory_budget={memory_budget!r}; expected a share of a device's memory, above 0 and at most 1")
     length = min(SEQ_LEN, shape.max_position_embeddings) if seq_len is None else seq_len
@@ -211,7 +211,12 @@ def _model(model: str | ModelConfig) -> tuple[str, ModelConfig]:
     return model, preset(model)
 
 
-def _topology(name: str) -> Topology:
+def machine_named(name: str) -> Topology:
+    """A topology of the catalogue or of a YAML file.
+
+    Raises:
+      ValueError: as `load_topology` and `topology_named`.
+    """
     if name.endswith((".yaml", ".yml")) or Path(name).is_file():
         return load_topology(name)
     return topology_named(name)

@@ -102,7 +102,7 @@ def _content(plan: Plan) -> dict[str, Any]:
         "budget": _gib(plan.budget),
         "line": step_line(shown.time),
         "parts": _parts_table(shown),
-        **_pipeline(shown),
+        **_pipeline(plan, shown),
         "scatter": scatter(plan.considered, plan.choice, capacity, plan.budget),
         "ways": f"{plan.ways:,}",
         "considered": f"{len(plan.considered):,}",
@@ -170,12 +170,12 @@ def _parts_table(shown: Candidate) -> Table:
     return Table(("part", "kind", "time", "share"), rows, frozenset({"time", "share"}))
 
 
-def _pipeline(shown: Candidate) -> dict[str, Any]:
+def _pipeline(plan: Plan, shown: Candidate) -> dict[str, Any]:
     """The timetable whole, and its beginning where the whole is too fine to read."""
     run = shown.run
     if 2 * run.mesh.pipeline * run.pipeline.virtual_stages * run.parts > _MOST_PIECES:
         return {"timetable": None, "beginning": None, "pipeline_stages": run.mesh.pipeline}
-    simulation = pipeline_simulation(run)
+    simulation = pipeline_simulation(run, plan.topology)
     if simulation is None:
         return {"timetable": None, "beginning": None, "pipeline_stages": 1}
     # Filling the pipeline and a few rounds of its steady state.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from ernie_jax.parallel.pipeline import Simulation, Span, make_timetable, simulate
-from ernie_jax.plan.stage_time import layers_of_stages
+from ernie_jax.plan.step_time import stage_costs
 from ernie_jax.plan.svg import Scale, bar, drawing, element, joined, percent
 
 if TYPE_CHECKING:
@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from ernie_jax.plan.candidate import Candidate
     from ernie_jax.plan.memory import StageMemory
     from ernie_jax.plan.step_time import StepTime
+    from ernie_jax.plan.topology import Topology
 
 GIB = 2**30
 _ROW = 20
-# A pipeline's backward pass makes a chunk's activations again: one forward, and the two products of each weight.
-_BACKWARD = 3.0
 # Work narrower than this share of the drawing has no number.
 _LEGIBLE = 0.018
 
@@ -66,18 +65,14 @@ def step_line(time: StepTime) -> Markup:
     return drawing(parts, height=60, label="time line of a step", class_="line")
 
 
-def pipeline_simulation(run: RunConfig) -> Simulation | None:
-    """The run's schedule with costs by the layers of each virtual stage; None without stages."""
-    stages, virtual = run.mesh.pipeline, run.pipeline.virtual_stages
-    if stages == 1:
+def pipeline_simulation(run: RunConfig, topology: Topology) -> Simulation | None:
+    """The run's schedule with the predicted compute of its stages as costs, in seconds; None without stages."""
+    if run.mesh.pipeline == 1:
         return None
-    chunks, before, behind = layers_of_stages(run)
-    layers = [float(sum(chunk.values())) for chunk in chunks]
-    layers[0] += sum(before.values())
-    layers[-1] += sum(behind.values())
-    table = make_timetable(run.pipeline.schedule, stages=stages, microbatches=run.parts, virtual_stages=virtual)
-    # The last virtual stage's forward is part of its backward.
-    return simulate(table, [*layers[:-1], 0.0], [_BACKWARD * count for count in layers])
+    costs = stage_costs(run, topology)
+    virtual = run.pipeline.virtual_stages
+    table = make_timetable(run.pipeline.schedule, stages=costs.stages, microbatches=run.parts, virtual_stages=virtual)
+    return simulate(table, costs.forward, costs.backward)
 
 
 def timetable(simulation: Simulation, *, until: float = 1.0, numbers: bool = False) -> Markup:

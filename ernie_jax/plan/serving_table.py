@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from ernie_jax.plan.serving import ACTIVATIONS, ServingPlan
 from ernie_jax.plan.serving_memory import KV_BITS, MEMORY_SHARE, WEIGHT_BITS
@@ -61,11 +60,11 @@ def serving_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def serving_table(plan: ServingPlan) -> RenderableType:
-    """The plan for a terminal: a sentence, the pools side by side, and the runners-up of each."""
-    parts: list[RenderableType] = [Text(serving_sentence(plan))]
+    """The plan for a terminal: the pools side by side, and the runners-up of each."""
+    parts: list[RenderableType] = []
     pools = [pool for pool in (plan.prefill, plan.decode) if pool is not None]
     if pools:
-        parts += ["", _pools(plan, pools)]
+        parts.append(_pools(plan, pools))
     for role in ("prefill", "decode"):
         if shown := plan.alternatives(role, most=5):
             parts += ["", _runners_up(role, shown)]
@@ -73,10 +72,10 @@ def serving_table(plan: ServingPlan) -> RenderableType:
 
 
 def serving_text(plan: ServingPlan, width: int = 120) -> str:
-    """The same as plain text."""
+    """The sentence and the tables as plain text."""
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(serving_table(plan))
+        console.print(serving_sentence(plan), serving_table(plan), sep="\n\n", markup=False)
     return capture.get()
 
 

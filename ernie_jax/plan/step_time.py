@@ -147,6 +147,13 @@ def predict_time(
     )
 
 
+def stage_costs(run: RunConfig, topology: Topology, *, skew: float = EXPERT_SKEW) -> StageCosts:
+    """Compute of one microbatch by virtual stage of a run with stages; collectives, which are spread as it is, left out."""
+    platform = topology.platform
+    shape = StepShape.of(run, abstract_layout(run), platform)
+    return _Layers.of(StepWork(run, shape, platform, 1.0 if platform == "cpu" else skew), topology).costs(0.0)
+
+
 def model_flops(run: RunConfig) -> float:
     """Model FLOPs of a step; of a vision-language model with full images: every patch that `max_patches` has room for."""
     cost = ModelCost.of(run.model, run.seq_len, mtp_blocks=run.mtp_blocks)
