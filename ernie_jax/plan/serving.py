@@ -248,11 +248,11 @@ def _explained(pool: ServingPool, plan: ServingPlan) -> ServingPool:
     if ratio < 1 - _TIE:
         reason = f"{1 - ratio:.0%} fewer tokens/s a device; {share:.0%} of its time is {slowest}"
     elif pool.replica.kv_bits != chosen.replica.kv_bits:
-        reason = "its cache has another width than suits both pools best"
+        reason = "its cache has another width than the choice's, and both pools share one"
     elif ratio <= 1 + _TIE:
         reason = "as fast; the choice has fewer devices a replica or wider weights"
     else:
-        reason = f"{ratio - 1:.0%} more tokens/s a device, but replicas of {pool.replica.devices} divide the devices worse"
+        reason = f"{ratio - 1:.0%} more tokens/s a device, but both pools together need more devices or serve less with it"
     return replace(pool, reason=reason)
 
 
