@@ -4,8 +4,8 @@ python launch/plan.py ernie-4.5-300b-a47b --topology h100:512 [--global-tokens 1
 python launch/plan.py quickstart --topology cpu:8 --mesh data=4,expert=2 --compile
 python launch/plan.py ernie-4.5-300b-a47b --topology h800:64 --serve --prompt-tokens 2048 --output-tokens 400 --time-per-token 0.05
 
-TOPOLOGY is a name with a number of devices (a100-80, h100, h800, h200, b200, v5e, v5p, v6e, cpu; `h100:512`) or a YAML file of one's
-own. Nothing is run: figures come from formulas, and with --compile from the compiler.
+TOPOLOGY is a name with a number of devices (a100-80, h100, h800, h200, b200, v5e, v5p, v6e, cpu; `h100:512`) or a YAML file of
+one's own. Nothing is run: figures come from formulas, and with --compile from the compiler.
 """
 
 from __future__ import annotations

@@ -80,9 +80,8 @@ class Task:
             raise ValueError(f"plan.image_share={self.image_share!r}; expected a share from 0 to below 1")
         for axis, size in self.mesh.items():
             if axis not in MESH_AXES:
-                raise ValueError(
-                    f"mesh axis {axis!r} is not known{did_you_mean(axis, MESH_AXES)}; there are {', '.join(MESH_AXES)}"
-                )
+                near = did_you_mean(axis, MESH_AXES)
+                raise ValueError(f"mesh axis {axis!r} is not known{near}; there are {', '.join(MESH_AXES)}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"mesh axis {axis}={size!r}; expected a positive whole number")
         if self.seq_len > self.model.max_position_embeddings:
@@ -237,14 +236,14 @@ def _schedules(task: Task, stages: int, microbatches: int, topology: Topology) -
             yield "1f1b", 1
         return
     repeats = max(s.repeats for s in segments_of(task.model))
+    # gpipe is no faster than 1f1b, and with more microbatches than these it keeps more.
+    few = microbatches <= 2 * stages - 1
     for schedule in PIPELINE_SCHEDULES if task.schedule is None else (task.schedule,):
         if schedule == "interleaved":
             counts = range(2, MOST_VIRTUAL_STAGES + 1) if task.virtual_stages is None else (task.virtual_stages,)
             yield from ((schedule, v) for v in counts if v > 1 and stages * v <= repeats)
-        elif task.virtual_stages in (None, 1):
-            # As long as 1f1b, and with more than 2 S - 1 microbatches it keeps more.
-            if schedule != "gpipe" or task.schedule or topology.platform == "cpu" or microbatches <= 2 * stages - 1:
-                yield schedule, 1
+        elif task.virtual_stages in (None, 1) and (schedule != "gpipe" or few or task.schedule or topology.platform == "cpu"):
+            yield schedule, 1
 
 
 def _dispatchers(task: Task, expert: int) -> Sequence[str]:

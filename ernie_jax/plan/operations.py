@@ -1,7 +1,7 @@
 """What a device computes in a step, operation by operation: FLOPs of products and bytes that pass through its memory.
 
-n tokens of a microbatch and device, D model, hq/hk query/kv heads, d head width, I dense width, F expert width, E experts, K chosen,
-R rows of a device's experts, e expert shards, t tensor shards, w bytes of an activation, T tokens a row, P patches of a device.
+n tokens of a microbatch and device, D model, I dense width, F expert width, E experts, K chosen, R rows of a device's experts,
+t tensor shards, w bytes of an activation, T tokens a row, P patches of a device.
 
 An operation takes the longer of its arithmetic and its traffic: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful
 visual performance model for multicore architectures", CACM 52(4), 2009. Traffic counts each operand and result once, weights as

@@ -17,12 +17,14 @@ Collectives take turns on the network.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ernie_jax.config.run import RunConfig
 from ernie_jax.plan.hlo import CollectiveUse
 from ernie_jax.plan.links import COLLECTIVES, Group, collective_seconds, group_along
+from ernie_jax.plan.operations import EXPERT_SKEW
 from ernie_jax.plan.topology import Topology
 from ernie_jax.sharding.mesh import MESH_AXES
 
@@ -64,18 +66,19 @@ def communication(
             continue
         purpose = purpose_of(use)
         total = sums.setdefault((use.axis, purpose), [0.0, 0.0])
-        total[0 if _loops(run, use) else 1] += use.count * _seconds(topology, mesh_shape, use)
+        total[0 if _loops(run, use) else 1] += use.count * _seconds(run, topology, mesh_shape, use)
     found = [CommunicationTime(*key, *value, _hideable(run, topology, key[1])) for key, value in sums.items()]
     return sorted(found, key=lambda each: -(each.in_loop + each.once))
 
 
 def purpose_of(use: CollectiveUse) -> str:
-    """What a collective is for: "experts" (their exchange), "activations" over tensor, "stages" (from one to the next), "weights"."""
-    if use.kind in ("all-to-all", "ragged-all-to-all") or "moe_" in use.scope:
+    """What a collective is for: "experts" (their exchange), "stages" (what one sends to the next), "activations", "weights"."""
+    axes = use.axis.partition("/")[0]
+    if "exchange" in use.scope or (axes == "expert" and use.kind in ("all-to-all", "ragged-all-to-all")):
         return "experts"
-    if use.axis.partition("/")[0] == "tensor":
-        return "activations"
-    return "stages" if use.kind == "collective-permute" else "weights"
+    if axes == "pipeline" and use.kind == "collective-permute":
+        return "stages"
+    return "activations" if axes == "tensor" or "embed" in use.scope else "weights"
 
 
 def _loops(run: RunConfig, use: CollectiveUse) -> bool:
@@ -90,15 +93,27 @@ def _hideable(run: RunConfig, topology: Topology, purpose: str) -> float:
     return {"weights": HIDDEN_WEIGHTS, "experts": (chunks - 1) / chunks}.get(purpose, 0.0)
 
 
-def _seconds(topology: Topology, mesh_shape: Mapping[str, int], use: CollectiveUse) -> float:
+def _seconds(run: RunConfig, topology: Topology, mesh_shape: Mapping[str, int], use: CollectiveUse) -> float:
     """Of one run."""
     size, (names, _, part) = use.bytes / use.count, use.axis.partition("/")
+    if use.kind == "ragged-all-to-all":
+        size *= _filled(run, use.devices)
     axes = tuple(names.split("+")) if names not in ("", "?") else MESH_AXES
     meeting = CPU_MEETING if topology.platform == "cpu" else 0.0
     if not part and names != "?":
         return meeting + collective_seconds(topology, mesh_shape, use.kind, axes, size)
     whole = group_along(topology, mesh_shape, axes)
     return meeting + COLLECTIVES[use.kind](topology, _part(whole, use.devices, neighbours=part == "inner"), size)
+
+
+def _filled(run: RunConfig, shards: int) -> float:
+    """Share of a ragged exchange's buffer that has rows: a token goes to a shard where one of its K experts is, by even choice."""
+    moe = run.model.moe
+    if moe is None:
+        return 1.0
+    own, chosen = moe.num_experts // shards, moe.num_experts_per_tok
+    missed = math.comb(moe.num_experts - own, chosen) / math.comb(moe.num_experts, chosen)
+    return min(1.0, (1 - missed) * EXPERT_SKEW)
 
 
 def _part(whole: Group, members: int, *, neighbours: bool) -> Group:

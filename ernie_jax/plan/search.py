@@ -164,7 +164,7 @@ def _with_reasons(candidates: Sequence[Candidate], budget: float) -> tuple[Candi
 
 
 def _nothing(task: Task, topology: Topology) -> str:
-    given = {axis: size for axis, size in task.mesh.items()}
+    given: dict[str, object] = dict(task.mesh)
     given |= {
         name: value
         for name in ("schedule", "virtual_stages", "microbatches", "zero", "dispatch")

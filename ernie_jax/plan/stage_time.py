@@ -63,7 +63,9 @@ def pipeline_seconds(run: RunConfig, costs: StageCosts) -> float:
     if 2 * len(costs.forward) * run.parts <= MOST_SIMULATED:
         table = _timetable(run.pipeline.schedule, costs.stages, run.parts, virtual)
         return simulate(table, costs.forward, costs.backward).duration
-    return formula_seconds(costs.work, run.parts, virtual)
+    # The last stage of gpipe, which has no forward of its own, has nothing to do until all forwards are there.
+    late = (run.parts - 1) * max(costs.forward) if run.pipeline.schedule == "gpipe" else 0.0
+    return formula_seconds(costs.work, run.parts, virtual) + late
 
 
 def formula_seconds(work: Sequence[float], microbatches: int, virtual_stages: int) -> float:

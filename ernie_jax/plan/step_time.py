@@ -3,7 +3,8 @@
 - Compute is the sum of rooflines (`plan.operations`) of the layers' forward and backward passes, of what the policy computes again,
   and of the optimiser. The fullest device of an expert group counts, `EXPERT_SKEW` above the mean (assumed).
 - Recomputed layers take the share of a forward pass that their recomputed FLOPs are of its FLOPs
-  (`train.remat_prediction.extra_flops`). A pipeline's backward pass makes a chunk again as a whole, and what the policy says once more.
+  (`train.remat_prediction.extra_flops`). A pipeline's backward pass makes a chunk again as a whole, and once more what the policy
+  says.
 - Collectives take what `plan.links` says; which of it is hidden is said in `plan.overlap`.
 - A pipeline is simulated with the costs of its stages, the embedding and a dense prefix in the first, the head in the last. Its
   bubble is what a device waits on average, so that uneven stages count in it.

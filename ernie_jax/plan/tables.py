@@ -14,7 +14,7 @@ _MOST_COLLECTIVES = 12
 
 
 def tables(plan: Plan) -> list[Table]:
-    """The choice (or the nearest miss), its memory, its time, its collectives, and the runners-up with the reasons why they lost."""
+    """The choice (or the nearest miss), its memory, time and collectives, and the runners-up with the reasons why they lost."""
     shown = plan.shown
     return [_choice(plan, shown), _memory(plan, shown), _time(shown), _collectives(plan), _alternatives(plan)]
 
@@ -25,9 +25,10 @@ def summary(plan: Plan) -> str:
     where = f"{plan.model} on {plan.topology.name}"
     if plan.choice is None:
         return f"{where}: nothing fits; {plan.advice}"
+    time = shown.time
     return (
-        f"{where}: {mesh_text(shown)}, {settings_text(shown)}: {shown.memory_gib:.1f} GiB a device, {seconds_text(shown.time.seconds)} "
-        f"a step, {shown.time.tokens_per_s:,.0f} tokens/s, MFU {shown.time.mfu:.1%}"
+        f"{where}: {mesh_text(shown)}, {settings_text(shown)}: {shown.memory_gib:.1f} GiB a device, "
+        f"{seconds_text(time.seconds)} a step, {time.tokens_per_s:,.0f} tokens/s, MFU {time.mfu:.1%}"
     )
 
 
@@ -101,10 +102,10 @@ def _collectives(plan: Plan) -> Table:
     table = _table("collectives of a step on a device", "kind", "axes", "GB", "count", "format")
     for use in plan.collectives[:_MOST_COLLECTIVES]:
         table.add_row(use.kind, use.axis, f"{use.bytes / 1e9:.4g}", f"{use.count:,.0f}", use.dtype)
-    if rest := plan.collectives[_MOST_COLLECTIVES:]:
-        table.add_row(
-            f"{len(rest)} more", "", f"{sum(use.bytes for use in rest) / 1e9:.4g}", f"{sum(use.count for use in rest):,.0f}", ""
-        )
+    rest = plan.collectives[_MOST_COLLECTIVES:]
+    if rest:
+        size, count = sum(use.bytes for use in rest), sum(use.count for use in rest)
+        table.add_row(f"{len(rest)} more", "", f"{size / 1e9:.4g}", f"{count:,.0f}", "")
     return table
 
 

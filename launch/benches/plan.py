@@ -1,4 +1,4 @@
-"""The planner's choice against what really runs: one model, one batch, several of the meshes and schedules it ranked. B batch, T tokens.
+"""The planner's choice against what really runs: one model and batch, several of the meshes it ranked. B batch, T tokens.
 
 The plan is made for eight fake devices of this machine, which is measured first. Its choice and the best candidate of each other
 mesh are then trained on the same batch from the same weights, in turns, in one process; all must show the same loss. The result is
@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     )
     chosen = candidates(plan, args.candidates)
     console.print(
-        f"{args.model}, {args.batch_size} x {args.tokens} tokens: the choice of {plan.ways} ways against {len(chosen) - 1} others on "
-        f"{DEVICES} fake devices; {len(chosen)} programs to compile first"
+        f"{args.model}, {args.batch_size} x {args.tokens} tokens: the choice of {plan.ways} ways against {len(chosen) - 1} others "
+        f"on {DEVICES} fake devices; {len(chosen)} programs to compile first"
     )
     vocab = preset(args.model).vocab_size
     ids = np.random.default_rng(0).integers(3, vocab, (args.batch_size, args.tokens)).astype(np.int32)
