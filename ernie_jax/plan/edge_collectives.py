@@ -27,7 +27,7 @@ def look_up(out: Communication, step: StepSizes, times: float) -> None:
     """Adds look-ups of a microbatch's tokens, outside a pipeline."""
     model, t, shards = step.run.model, step.tensor, step.batch_shards
     vocabulary, tokens, x = model.vocab_size, step.tokens * shards, step.stream
-    if table_of(step).gathered_over:
+    if _in_columns(step):
         # In parts of D, of all tokens; then back to parts of the tokens.
         out.sum(TENSOR, x, step.dtype, times, "embed")
         if t > 1:
@@ -39,7 +39,9 @@ def look_up(out: Communication, step: StepSizes, times: float) -> None:
         out.add("collective-permute", (*_last_batch_axis(step), *TENSOR), x / t, step.dtype, times if t > 1 else 0, "embed")
     else:
         # The same for all microbatches, so it is brought together before their loop.
-        out.gather(TENSOR, vocabulary * model.hidden_size, "f32", 1 if times else 0, "embed")
+        once, table = float(times > 0), table_of(step)
+        out.gather(table.gathered_over, table.used, "f32", once, "embed")
+        out.gather(TENSOR, vocabulary * model.hidden_size, "f32", once, "embed")
 
 
 def look_up_backward(out: Communication, step: StepSizes, times: float) -> None:
@@ -48,10 +50,8 @@ def look_up_backward(out: Communication, step: StepSizes, times: float) -> None:
     vocabulary, tokens, x = model.vocab_size, step.tokens * shards, step.stream
     table = vocabulary * model.hidden_size
     split = table_of(step).moments
-    # Where the head's gradient, split along V alone, is added in the same round, the sum keeps that layout.
-    rows_move = split > 1 and (
-        t == 1 or (step.run.parts > 1 and (vocabulary + tokens) / split < vocabulary + tokens / (shards * t))
-    )
+    # The smaller of the two travels: rows of tokens, to the devices that keep a part of D, or the table of each device.
+    rows_move = split > 1 and step.tokens < vocabulary
     if rows_move:
         out.gather(TENSOR, x, step.dtype, times, "transpose/embed")
         out.add("all-to-all", DATA, x, step.dtype, times, "transpose/embed")
@@ -124,6 +124,13 @@ def further_tokens(out: Communication, step: StepSizes, times: float, *, in_stag
     rest = [each for each in own if each not in within]
     weight_uses(out, step, rest, Times(runs, runs))
     head(out, step, runs)
+
+
+def _in_columns(step: StepSizes) -> bool:
+    """Whether all tokens are looked up in each part of D, as ZeRO 3 keeps them."""
+    table, tokens = table_of(step), step.tokens * step.batch_shards
+    vocabulary, split, t = step.run.model.vocab_size, table.gathered, step.tensor
+    return split > 1 and vocabulary / (t * split) + tokens / split < vocabulary + tokens / (step.batch_shards * t)
 
 
 def _in_parts(step: StepSizes) -> bool:

@@ -1,7 +1,8 @@
 """What compiled training steps communicate, recorded in golden_collectives.json: `python tests/plan/compiled_collectives.py [NAME ...]`.
 
-Compiles the steps of `RUNS`, all or those named, for eight fake CPU devices, and writes bytes by kind and axis of the first and the
-last stage. A step takes half a minute or more, so tests compile few of them and trust the file for the rest.
+Compiles the steps of the file's runs, all or those named, for eight fake CPU devices, and writes bytes by kind and axis of their
+first and last stage. To add a run, add an entry with its name and overrides. A step takes half a minute or more, so tests compile
+few of them and take the file for the rest.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def compiled_text(run: RunConfig) -> str:
     return text
 
 
-def record(name: str, overrides: Overrides, hlo: str) -> list[dict[str, Any]]:
-    """Entries of the file: of the first and the last stage."""
+def entries_of(name: str, overrides: Overrides, hlo: str) -> list[dict[str, Any]]:
+    """Of the file: a run's first and last stage."""
     run = run_of(overrides)
     stages = sorted({0, run.mesh.pipeline - 1})
     return [{"name": name, "overrides": overrides, "stage": s, "collectives": measured(run, hlo, s)} for s in stages]
@@ -102,14 +103,19 @@ def record(name: str, overrides: Overrides, hlo: str) -> list[dict[str, Any]]:
 def write(entries: list[dict[str, Any]]) -> None:
     """Puts entries in the place of those of the same name and stage."""
     known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []
-    table = {(entry["name"], entry["stage"]): entry for entry in [*known, *entries]}
-    lines = ",\n".join(json.dumps(table[key]) for key in sorted(table))
-    GOLDEN.write_text(f"[\n{lines}\n]\n")
+    table = {(entry["name"], entry.get("stage", 0)): entry for entry in [*known, *entries]}
+    GOLDEN.write_text("[\n" + ",\n".join(json.dumps(table[key]) for key in sorted(table)) + "\n]\n")
+
+
+def main(names: list[str]) -> None:
+    """Compiles the runs of these names, or all, and writes their figures."""
+    runs = {entry["name"]: entry["overrides"] for entry in json.loads(GOLDEN.read_text())}
+    if unknown := set(names) - set(runs):
+        raise SystemExit(f"no runs {sorted(unknown)} in {GOLDEN.name}; there are {sorted(runs)}")
+    for name in names or sorted(runs):
+        write(entries_of(name, runs[name], compiled_text(run_of(runs[name]))))
+        print(name, flush=True)
 
 
 if __name__ == "__main__":
-    from golden_runs import RUNS
-
-    for name in sys.argv[1:] or RUNS:
-        write(record(name, RUNS[name], compiled_text(run_of(RUNS[name]))))
-        print(name, flush=True)
+    main(sys.argv[1:])
