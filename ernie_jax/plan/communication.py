@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ernie_jax.plan.hlo import CollectiveUse
 from ernie_jax.sharding import BATCH_AXES, MESH_AXES
@@ -23,13 +23,15 @@ class Communication:
 
     def __init__(self, sizes: Mapping[str, int], platform: str) -> None:
         self.sizes, self.platform = dict(sizes), platform
+        self._axes = [axis for axis in MESH_AXES if sizes[axis] > 1]
         self._found: dict[tuple[str, str, str, str, int], list[float]] = {}
 
-    def add(self, kind: str, axes: Iterable[str], elements: float, dtype: str, times: float, scope: str) -> None:
+    def add(self, kind: str, axes: Sequence[str], elements: float, dtype: str, times: float, scope: str) -> None:
         """`times` collectives over these mesh axes, each of so many elements a device; nothing where the axes have one device."""
-        wanted = set(axes)
-        names = [axis for axis in MESH_AXES if axis in wanted and self.sizes[axis] > 1]
-        if not names or not times or not elements:
+        if not times or not elements:
+            return
+        names = [axis for axis in self._axes if axis in axes]
+        if not names:
             return
         dtype = "f32" if dtype == "bf16" and self.platform == "cpu" else dtype
         key = kind, "+".join(names), scope, dtype, math.prod(self.sizes[axis] for axis in names)
@@ -48,6 +50,12 @@ class Communication:
     def sum_split(self, axes: Sequence[str], elements: float, dtype: str, times: float, scope: str) -> None:
         """Sums of so many elements of which a device keeps its part: XLA:CPU sums all and slices, others reduce-scatter."""
         self.add("all-reduce" if self.platform == "cpu" else "reduce-scatter", axes, elements, dtype, times, scope)
+
+    def copy(self) -> Communication:
+        """The same so far, to go on from."""
+        other = Communication(self.sizes, self.platform)
+        other._found = {key: list(total) for key, total in self._found.items()}
+        return other
 
     def uses(self) -> list[CollectiveUse]:
         """All that was added, most bytes first."""

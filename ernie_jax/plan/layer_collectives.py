@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ernie_jax.config.remat import RematPlan
 from ernie_jax.plan.communication import TENSOR, Communication
 from ernie_jax.plan.exchange_collectives import exchange
-from ernie_jax.plan.model_weights import ModelWeight
+from ernie_jax.plan.model_weights import PlacedWeight
 from ernie_jax.plan.step_sizes import StepSizes, kept
 
 # Each of the three products q, k, v has its own sum of the cotangent of their common input.
@@ -37,7 +37,7 @@ def layer(
     out: Communication,
     step: StepSizes,
     kind: str,
-    weights: Iterable[ModelWeight],
+    weights: Iterable[PlacedWeight],
     plan: RematPlan,
     times: Times,
     *,
@@ -62,7 +62,7 @@ def layer(
     else:
         _moe(out, step, plan, times, again, inner)
         exchange(out, step, plan, times.forwards, times.backwards, inner)
-    weight_uses(out, step, weights, Times(times.forwards, times.backwards if plan.everything else times.backwards))
+    weight_uses(out, step, weights, times)
 
 
 def _attention(out: Communication, step: StepSizes, times: Times, again: float, rerun: float) -> None:
@@ -94,6 +94,9 @@ def _moe(out: Communication, step: StepSizes, plan: RematPlan, times: Times, aga
     rerun = again if inner and not kept(plan, "residual") else 0.0
     # Whole rows and their routing, for experts and the shared MLP. Run again for what the experts receive, or for the MLP.
     needed = again if moe.num_shared_experts or not kept(plan, "expert_received") else 0.0
+    if plan.everything and step.mesh["expert"] == 1:
+        # Nothing is received, so the experts' rows are taken from the input, which is kept split.
+        needed = times.backwards
     out.gather(TENSOR, x, dtype, times.forwards + needed, "moe/rows")
     for kind in ("s32", "f32", "pred"):
         out.gather(TENSOR, routing, kind, times.forwards + again, "moe/router")
@@ -105,22 +108,21 @@ def _moe(out: Communication, step: StepSizes, plan: RematPlan, times: Times, aga
         _mlp(out, step, moe.shared_intermediate_size, times, again, rerun, "moe/shared_experts", shared=True)
 
 
-def weight_uses(out: Communication, step: StepSizes, weights: Iterable[ModelWeight], times: Times) -> None:
+def weight_uses(out: Communication, step: StepSizes, weights: Iterable[PlacedWeight], times: Times) -> None:
     """Adds what the use of weights costs: parts brought together (ZeRO 3) in each pass, gradients summed in each backward.
 
     A sum is of the whole gradient even where a device keeps a part of it.
     """
-    for weight in weights:
-        matrix = weight.is_matrix
+    for each in weights:
+        matrix, elements = each.weight.is_matrix, each.used
         dtype = step.dtype if matrix else "f32"
-        elements = step.whole(weight)
-        if over := step.gathered_over(weight):
-            out.gather(over, elements, dtype, times.forwards + times.backwards, "weights")
-        if weight.path.endswith("gate_up") and not weight.is_expert:
+        if each.gathered_over:
+            out.gather(each.gathered_over, elements, dtype, times.forwards + times.backwards, "weights")
+        if each.weight.path.endswith("gate_up") and not each.weight.is_expert:
             # See `_mlp`: its columns are not split over tensor while the gradient is computed.
-            elements = float(weight.size)
-        add = out.sum_split if step.moments_over(weight) else out.sum
-        add(step.summed_over(weight), elements, dtype, times.backwards, "transpose/weights")
+            elements = float(each.weight.size)
+        add = out.sum_split if each.moments_over else out.sum
+        add(each.summed_over, elements, dtype, times.backwards, "transpose/weights")
         if not matrix:
             # Norms and gates see the tokens of a tensor shard alone.
             out.sum(TENSOR, elements, dtype, times.backwards, "transpose/norms")

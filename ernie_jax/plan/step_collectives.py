@@ -1,24 +1,21 @@
 """What a training step will communicate, from shapes alone: by kind and axis, without compiling.
 
 The model mirrors the operations that make collectives: blocks split over `tensor` (`layer_collectives`), the exchange of experts
-(`exchange_collectives`), look-up, head and further tokens (`edge_collectives`), gradients and ZeRO (`layer_collectives.weight_uses`,
+(`exchange_collectives`), look-up, head and further tokens (`edge_collectives`), gradients and ZeRO (`weight_uses`,
 `weight_collectives`), and here how often each of them runs: microbatches, what the backward pass runs again, ticks of a pipeline.
 Scalars, statistics of routers and other things that no time is lost on are left out.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ernie_jax.config.run import RunConfig
 from ernie_jax.plan.communication import Communication
-from ernie_jax.plan.edge_collectives import further_tokens, head, head_kernel, look_up, look_up_backward, look_up_in_stage, table_of
+from ernie_jax.plan.edge_collectives import further_tokens, head, look_up, look_up_backward, look_up_in_stage
 from ernie_jax.plan.hlo import CollectiveUse
-from ernie_jax.plan.layer_collectives import Times, layer, weight_uses
-from ernie_jax.plan.pipeline_shares import counts_first, stage_ticks
+from ernie_jax.plan.layer_collectives import Times, layer
+from ernie_jax.plan.pipeline_shares import StageTicks, counts_first, stage_ticks
 from ernie_jax.plan.step_sizes import StepSizes
-from ernie_jax.plan.weight_collectives import of_layers, stage_transfers, updated
-from ernie_jax.train.stages import pipelined_segment
+from ernie_jax.plan.weight_collectives import stage_transfers, updated
 
 
 def predict_collectives(run: RunConfig, platform: str = "gpu", stage: int | None = None) -> list[CollectiveUse]:
@@ -41,8 +38,13 @@ def predict_collectives(run: RunConfig, platform: str = "gpu", stage: int | None
         if stage not in (None, 0):
             raise ValueError(f"stage {stage} of a mesh without pipeline stages; expected None or 0")
         return _whole(step, platform).uses()
+    # Most stages do the same.
     stages = range(step.stages) if stage is None else (stage,)
-    return max((_stage(step, platform, each) for each in stages), key=lambda out: out.bytes).uses()
+    different = {stage_ticks(run, each) for each in stages}
+    once = Communication(step.mesh, platform)
+    stage_transfers(once, step)
+    updated(once, step)
+    return max((_stage(step, once.copy(), ticks) for ticks in different), key=lambda out: out.bytes).uses()
 
 
 def _whole(step: StepSizes, platform: str) -> Communication:
@@ -60,12 +62,11 @@ def _whole(step: StepSizes, platform: str) -> Communication:
     return out
 
 
-def _stage(step: StepSizes, platform: str, stage: int) -> Communication:
-    """One stage of a pipeline."""
-    out, ticks = Communication(step.mesh, platform), stage_ticks(step.run, stage)
-    # Weights split over batch and tensor axes are brought together once, not where they are used.
-    within = replace(step, run=step.run) if step.tensor == 1 else step
-    own = pipelined_segment(step.run)
+def _stage(step: StepSizes, out: Communication, ticks: StageTicks) -> Communication:
+    """`out` with what one stage of a pipeline does in its ticks."""
+    # With a tensor axis, what ZeRO 3 splits is brought together once, not where it is used.
+    within = step.without_zero if step.tensor > 1 else step
+    own = step.pipelined
     times = Times(ticks.forward_layers + ticks.backward_layers, ticks.backward_layers)
     _segment(out, within, own, times, repeats=1)
     starts, ends = float(ticks.starts), float(ticks.ends)
@@ -82,8 +83,6 @@ def _stage(step: StepSizes, platform: str, stage: int) -> Communication:
     further_tokens(out, within, ends, in_stage=True)
     sends = 2 * ticks.ticks + ticks.counting_ticks
     out.add("collective-permute", ("pipeline",), step.stream / step.tensor, step.dtype, sends, "pipeline_send")
-    stage_transfers(out, step)
-    updated(out, step)
     return out
 
 
@@ -93,5 +92,5 @@ def _segment(out: Communication, step: StepSizes, number: int, times: Times, rep
     plan, count = step.plan_of(segment.unit), segment.repeats if repeats is None else repeats
     each = Times(times.forwards * count, times.backwards * count)
     for place, kind in enumerate(segment.unit):
-        own = of_layers(step.weights, number, place)
+        own = step.weights_of(number, place)
         layer(out, step, kind, own, plan, each, inner=place + 1 < len(segment.unit))
