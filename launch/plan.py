@@ -138,13 +138,18 @@ def parse_mesh(text: str | None) -> dict[str, int]:
 
 
 def _compiled(plan: Plan, console: Any) -> Plan:
-    if plan.choice is None:
-        console.print("Compile   nothing fits, so there is nothing to compile")
-        return plan
-    from ernie_jax.plan.proof import prove
+    from ernie_jax.plan.proof import Proofs, prove, targets_of
 
-    console.print("Compile   lowering and compiling the step of the plan", markup=False)
-    return replace(plan, compiled=prove(plan.choice.run, plan.topology))
+    run = plan.shown.run
+    if plan.choice is None:
+        console.print("Compile   nothing fits: what is compiled is the nearest miss")
+    proofs = []
+    for target in targets_of(plan.topology):
+        kind = "fake CPU devices" if target == "cpu" else f"{target} devices, without having them"
+        console.print(f"Compile   lowering and compiling the step for {plan.topology.devices} {kind}", markup=False)
+        proofs.append(prove(run, plan.topology, target))
+        console.print(f"Compiled  {proofs[-1].sentence}", markup=False)
+    return replace(plan, compiled=Proofs(tuple(proofs)))
 
 
 if __name__ == "__main__":

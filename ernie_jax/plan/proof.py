@@ -60,6 +60,16 @@ class Proof:
         """Whether the compiled step fits a device."""
         return self.bytes <= self.memory_bytes
 
+    @property
+    def sentence(self) -> str:
+        """What it came to, in a line."""
+        room = f"{'fits' if self.fits else 'does not fit'} {self.memory_bytes / GIB:.1f} GiB"
+        figures = ", ".join(f"{row.name} {row.predicted / row.compiled - 1:+.1%}" for row in self.rows[:2] if row.compiled)
+        return (
+            f"{self.target}: {self.bytes / GIB:.2f} GiB a device, {room}; predicted against compiled: {figures}; compiled in "
+            f"{self.seconds:.0f} s with {self.host_bytes / GIB:.1f} GiB of this machine's memory"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """As JSON has it, memory in GiB."""
         return {
@@ -73,6 +83,22 @@ class Proof:
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "collectives": [{"kind": u.kind, "axis": u.axis, "bytes": u.bytes, "count": u.count} for u in self.collectives],
         }
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """Of one plan for several targets: what `Plan.compiled` holds."""
+
+    proofs: tuple[Proof, ...]
+
+    @property
+    def rows(self) -> tuple[Comparison, ...]:
+        """All comparisons, each with its target in the name."""
+        return tuple(dataclasses.replace(row, name=f"{row.name} ({proof.target})") for proof in self.proofs for row in proof.rows)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """One object a target."""
+        return [proof.to_json() for proof in self.proofs]
 
 
 def targets_of(topology: Topology) -> list[str]:

@@ -47,7 +47,9 @@ def check_target(target: str, topology: Topology) -> None:
       ValueError: neither "cpu" nor the topology's own platform, or its compiler is not installed.
     """
     if target not in ("cpu", topology.platform):
-        raise ValueError(f"cannot compile for {target!r}: {topology.name} is a {topology.platform}; expected cpu or {topology.platform}")
+        raise ValueError(
+            f"cannot compile for {target!r}: {topology.name} is a {topology.platform}; expected cpu or {topology.platform}"
+        )
     if not installed(target):
         package, extra = PLUGINS[target]
         raise ValueError(f"compiling for a {target} needs {package}, which is not installed; pip install 'ernie-jax[{extra}]'")
@@ -130,5 +132,3 @@ def parse_target_configs(blob: bytes) -> dict[str, str]:
         if name := re.search(r'device_description_str: "([^"]+)"', text):
             found[name[1]] = text
     return found
-
-
