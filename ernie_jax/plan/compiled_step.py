@@ -1,7 +1,7 @@
 """Compiles the training step of a run for a target, in a process of its own: what devices there are is settled as JAX starts.
 
-python -m ernie_jax.plan.compiled_step REQUEST RESULT reads a run, a topology and a target from one JSON file and writes what came of
-it to another. `proof.prove` is the way to call it.
+python -m ernie_jax.plan.compiled_step REQUEST RESULT reads a run, a topology and a target from one JSON file and writes what came
+of it to another. `proof.prove` is the way to call it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from ernie_jax.plan.pipeline_shares import pipeline_shares
 from ernie_jax.plan.targets import target_devices
 from ernie_jax.plan.topology import Link, Topology
 from ernie_jax.sharding import make_mesh
+from ernie_jax.train.abstract_batch import abstract_batch
 from ernie_jax.train.remat_choice import step_bytes
-from ernie_jax.train.state import run_layout
+from ernie_jax.train.state import abstract_state, run_layout
+from ernie_jax.train.step import make_train_step
 
 _MEMORY = ("argument", "temp", "output", "alias")
 
@@ -43,10 +45,6 @@ def compile_for(run: RunConfig, topology: Topology, target: str) -> dict[str, An
     Raises:
       ValueError: what a real run would raise for these sizes; a target that has no such machine.
     """
-    from ernie_jax.train.abstract_batch import abstract_batch
-    from ernie_jax.train.state import abstract_state
-    from ernie_jax.train.step import make_train_step
-
     start = time.perf_counter()
     layout = run_layout(run, make_mesh(**run.mesh.sizes, devices=target_devices(target, topology)))
     lowered = make_train_step(run, layout).lower(abstract_state(run, layout), abstract_batch(run, layout))  # type: ignore[attr-defined]

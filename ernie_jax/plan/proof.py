@@ -164,7 +164,8 @@ def _compile(run: RunConfig, topology: Topology, target: str) -> dict[str, Any]:
         )
         if not result.exists():
             raise RuntimeError(
-                f"compiling for {topology.devices} {target} devices ended with status {ended.returncode}: {ended.stderr.strip()[-2000:]}"
+                f"compiling for {topology.devices} {target} devices ended with status {ended.returncode}: "
+                f"{ended.stderr.strip()[-2000:]}"
             )
         found: dict[str, Any] = json.loads(result.read_text())
     if "error" in found:

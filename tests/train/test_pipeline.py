@@ -158,8 +158,8 @@ def check_collectives(hlo, case):
             assert found.groups and all(any(set(group) <= stage for stage in stages) for group in found.groups), found
 
 
-def test_stages_in_bfloat16_equal_one_device_in_bfloat16(staged_run_of, layout_of, fresh_state, data_of, one_device):
-    case = CASES[0]
+@pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=lambda case: case.name)
+def test_stages_in_bfloat16_equal_one_device_in_bfloat16(case, staged_run_of, layout_of, fresh_state, data_of, one_device):
     run = staged_run_of(case, dtype="bfloat16")
     layout = layout_of(run, **case.sizes)
     (gradients, total, _), _ = gradients_of(run, layout, fresh_state(run, layout), data_of(case, run, layout))
