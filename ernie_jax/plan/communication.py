@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ernie_jax.plan.hlo import CollectiveUse
-from ernie_jax.sharding import BATCH_AXES, MESH_AXES
+from ernie_jax.sharding import MESH_AXES
 
 _BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "u16": 2, "u8": 1, "pred": 1}
 TENSOR = ("tensor",)
-DATA = BATCH_AXES
 
 
 class Communication:

@@ -18,7 +18,7 @@ from ernie_jax.moe.dispatch.packed_rows import packed_width
 from ernie_jax.moe.exchange_parts import chunk_slices
 from ernie_jax.parallel.quantized_rows import RowFormat, row_format
 from ernie_jax.plan.communication import Communication
-from ernie_jax.plan.step_sizes import StepSizes, kept
+from ernie_jax.plan.step_sizes import StepSizes, Times, kept
 
 EXPERT = ("expert",)
 _SCOPE = "moe/moe_exchange"
@@ -44,25 +44,25 @@ class _Exchange:
     gradients: tuple[_Message, ...]
 
 
-def exchange(out: Communication, step: StepSizes, plan: RematPlan, forwards: float, backwards: float, inner: bool) -> None:
-    """Adds the exchange of one MoE layer, run so many times forward, and so many times backward.
+def exchange(out: Communication, step: StepSizes, plan: RematPlan, times: Times, inner: bool) -> None:
+    """Adds the exchange of one MoE layer.
 
     Args:
       out: to add to.
       step: sizes.
       plan: what the backward pass finds kept.
-      forwards, backwards: times.
+      times: how often it runs.
       inner: whether layers of the same unit follow, which need its result again.
     """
-    again = 0.0 if kept(plan, "expert_received") else backwards
-    results = backwards if inner and not kept(plan, "residual") else 0.0
+    again = 0.0 if kept(plan, "expert_received") else times.backwards
+    results = times.backwards if inner and not kept(plan, "residual") else 0.0
     for each in _exchanges(step):
         for message in each.there:
-            out.add(message.kind, message.axis, message.elements, message.dtype, forwards + again, f"{_SCOPE}/there")
+            out.add(message.kind, message.axis, message.elements, message.dtype, times.forwards + again, f"{_SCOPE}/there")
         for message in each.back:
-            out.add(message.kind, message.axis, message.elements, message.dtype, forwards + results, f"{_SCOPE}/back")
+            out.add(message.kind, message.axis, message.elements, message.dtype, times.finished + results, f"{_SCOPE}/back")
         for message in each.gradients:
-            out.add(message.kind, message.axis, message.elements, message.dtype, backwards, f"transpose/{_SCOPE}")
+            out.add(message.kind, message.axis, message.elements, message.dtype, times.backwards, f"transpose/{_SCOPE}")
 
 
 def _exchanges(step: StepSizes) -> Iterator[_Exchange]:

@@ -8,29 +8,15 @@ device's microbatch, D model, F width, K chosen.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ernie_jax.config.remat import RematPlan
 from ernie_jax.plan.communication import TENSOR, Communication
 from ernie_jax.plan.exchange_collectives import exchange
 from ernie_jax.plan.model_weights import PlacedWeight
-from ernie_jax.plan.step_sizes import StepSizes, kept
+from ernie_jax.plan.step_sizes import StepSizes, Times, kept
 
 # Each of the three products q, k, v has its own sum of the cotangent of their common input.
 _QKV_SUMS = 3
-
-
-@dataclass(frozen=True)
-class Times:
-    """How often something runs in a step.
-
-    Attributes:
-      forwards: without what the backward pass runs again.
-      backwards: with it.
-    """
-
-    forwards: float
-    backwards: float
 
 
 def layer(
@@ -61,7 +47,7 @@ def layer(
         _mlp(out, step, step.run.model.intermediate_size, times, again, rerun if inner else 0.0, "mlp")
     else:
         _moe(out, step, plan, times, again, inner)
-        exchange(out, step, plan, times.forwards, times.backwards, inner)
+        exchange(out, step, plan, times, inner)
     weight_uses(out, step, weights, times)
 
 
@@ -80,7 +66,7 @@ def _mlp(
     x, dtype = step.stream, step.dtype
     if not shared:
         out.gather(TENSOR, x, dtype, times.forwards + again, scope)
-    out.sum_split(TENSOR, x, dtype, times.forwards + rerun, scope)
+    out.sum_split(TENSOR, x, dtype, times.finished + rerun, scope)
     out.gather(TENSOR, x, dtype, times.backwards, f"transpose/{scope}")
     out.sum_split(TENSOR, x, dtype, times.backwards, f"transpose/{scope}")
     # The gradient of gate_up flattens [2, F] of its cotangent, which joins the parts of F: all of it comes to each device.
@@ -100,7 +86,7 @@ def _moe(out: Communication, step: StepSizes, plan: RematPlan, times: Times, aga
     out.gather(TENSOR, x, dtype, times.forwards + needed, "moe/rows")
     for kind in ("s32", "f32", "pred"):
         out.gather(TENSOR, routing, kind, times.forwards + again, "moe/router")
-    out.add("reduce-scatter", TENSOR, x, dtype, times.forwards + rerun, "moe/results")
+    out.add("reduce-scatter", TENSOR, x, dtype, times.finished + rerun, "moe/results")
     out.gather(TENSOR, x, dtype, times.backwards, "transpose/moe/results")
     out.sum(TENSOR, x, dtype, times.backwards, "transpose/moe/rows")
     out.sum(TENSOR, routing, dtype, times.backwards, "transpose/moe/router")

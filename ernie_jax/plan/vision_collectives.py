@@ -1,0 +1,32 @@
+"""What the images of a vision-language model cost: weights of the tower on every device, features to those who share a batch.
+
+M devices behind a batch shard, k feature rows of each, H model width.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ernie_jax.plan.communication import Communication
+from ernie_jax.plan.step_sizes import StepSizes
+from ernie_jax.plan.weight_collectives import is_vision
+from ernie_jax.sharding import MESH_AXES, MODEL_AXES
+
+
+def vision_tower(out: Communication, step: StepSizes, times: float) -> None:
+    """Adds passes of the tower over the images of a microbatch, forward and backward.
+
+    Every device works on images of its own, with whole weights; their gradient is a sum over all devices.
+    """
+    model, patches = step.run.model, step.run.data.max_patches
+    if model.vision is None or patches is None:
+        return
+    for each in step.weights:
+        if is_vision(each.weight):
+            elements = each.weight.size * each.weight.layers
+            stages = ("pipeline",) if "embed" in each.weight.axes else ()
+            out.gather((*stages, *each.gathered_over), elements, "f32", times, "vision_tower")
+            out.sum(MESH_AXES, elements, "f32", times, "transpose/vision_tower")
+    devices = math.prod(step.mesh[axis] for axis in MODEL_AXES)
+    rows = devices * patches // model.vision.spatial_merge_size**2
+    out.gather(MODEL_AXES, rows * model.hidden_size, step.dtype, times, "vision_rows")
