@@ -23,8 +23,8 @@ def table_of(step: StepSizes) -> PlacedWeight:
     return next(each for each in step.weights if each.weight.path == _TABLE)
 
 
-def look_up(out: Communication, step: StepSizes, times: float) -> None:
-    """Adds look-ups of a microbatch's tokens, outside a pipeline."""
+def look_up(out: Communication, step: StepSizes, times: float, *, first: bool = True) -> None:
+    """Adds look-ups of a microbatch's tokens, outside a pipeline; `first` in a step, or after others of the same kind."""
     model, t, shards = step.run.model, step.tensor, step.batch_shards
     vocabulary, tokens, x = model.vocab_size, step.tokens * shards, step.stream
     if _in_columns(step):
@@ -38,8 +38,8 @@ def look_up(out: Communication, step: StepSizes, times: float) -> None:
         out.sum_split(TENSOR, x, step.dtype, times, "embed")
         out.add("collective-permute", (*_last_batch_axis(step), *TENSOR), x / t, step.dtype, times if t > 1 else 0, "embed")
     else:
-        # The same for all microbatches, so it is brought together before their loop.
-        once, table = float(times > 0), table_of(step)
+        # The same for all microbatches, so it is brought together once, before their loop.
+        once, table = float(first), table_of(step)
         out.gather(table.gathered_over, table.used, "f32", once, "embed")
         out.gather(TENSOR, vocabulary * model.hidden_size, "f32", once, "embed")
 
@@ -116,7 +116,7 @@ def further_tokens(out: Communication, step: StepSizes, times: float, *, in_stag
     if in_stage:
         look_up_in_stage(out, step, runs, runs)
     else:
-        look_up(out, step, runs)
+        look_up(out, step, runs, first=False)
         look_up_backward(out, step, runs)
     own = [each for each in step.weights if each.weight.path.startswith("mtp/")]
     within = [each for each in own if "/layer/" in each.weight.path]

@@ -86,6 +86,9 @@ def _moe(out: Communication, step: StepSizes, plan: RematPlan, times: Times, aga
     out.gather(TENSOR, x, dtype, times.forwards + needed, "moe/rows")
     for kind in ("s32", "f32", "pred"):
         out.gather(TENSOR, routing, kind, times.forwards + again, "moe/router")
+    if step.run.moe.capacity_factor is not None:
+        # Places in the experts' queues are counted along whole rows, from a table [n K, E].
+        out.gather(TENSOR, routing * moe.num_experts, "s32", times.forwards + again, "moe/capacity")
     out.add("reduce-scatter", TENSOR, x, dtype, times.finished + rerun, "moe/results")
     out.gather(TENSOR, x, dtype, times.backwards, "transpose/moe/results")
     out.sum(TENSOR, x, dtype, times.backwards, "transpose/moe/rows")
@@ -109,6 +112,5 @@ def weight_uses(out: Communication, step: StepSizes, weights: Iterable[PlacedWei
             elements = float(each.weight.size)
         add = out.sum_split if each.moments_over else out.sum
         add(each.summed_over, elements, dtype, times.backwards, "transpose/weights")
-        if not matrix:
-            # Norms and gates see the tokens of a tensor shard alone.
-            out.sum(TENSOR, elements, dtype, times.backwards, "transpose/norms")
+        if each.weight.of_split_tokens:
+            out.sum(TENSOR, elements, dtype, times.backwards, "transpose/weights")

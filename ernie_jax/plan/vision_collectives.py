@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from ernie_jax.plan.communication import Communication
+from ernie_jax.plan.communication import TENSOR, Communication
 from ernie_jax.plan.step_sizes import StepSizes
 from ernie_jax.plan.weight_collectives import is_vision
 from ernie_jax.sharding import MESH_AXES, MODEL_AXES
@@ -30,3 +30,6 @@ def vision_tower(out: Communication, step: StepSizes, times: float) -> None:
     devices = math.prod(step.mesh[axis] for axis in MODEL_AXES)
     rows = devices * patches // model.vision.spatial_merge_size**2
     out.gather(MODEL_AXES, rows * model.hidden_size, step.dtype, times, "vision_rows")
+    if step.stages == 1:
+        # A feature row takes its cotangent from the token that it went to, which is looked up in whole rows.
+        out.gather(TENSOR, step.stream, step.dtype, times, "transpose/vision_rows")
