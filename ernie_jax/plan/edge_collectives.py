@@ -24,7 +24,7 @@ def table_of(step: StepSizes) -> PlacedWeight:
 
 
 def look_up(out: Communication, step: StepSizes, times: float, *, first: bool = True) -> None:
-    """Adds look-ups of a microbatch's tokens, outside a pipeline; `first` in a step, or after others of the same kind."""
+    """Adds look-ups of a microbatch's tokens, outside a pipeline; `first` of a pass, or after others in it."""
     model, t, shards = step.run.model, step.tensor, step.batch_shards
     vocabulary, tokens, x = model.vocab_size, step.tokens * shards, step.stream
     if _in_columns(step):
@@ -38,7 +38,7 @@ def look_up(out: Communication, step: StepSizes, times: float, *, first: bool = 
         out.sum_split(TENSOR, x, step.dtype, times, "embed")
         out.add("collective-permute", (*_last_batch_axis(step), *TENSOR), x / t, step.dtype, times if t > 1 else 0, "embed")
     else:
-        # The same for all microbatches, so it is brought together once, before their loop.
+        # The same for all microbatches, so it is brought together once a pass, before their loop.
         once, table = float(first), table_of(step)
         out.gather(table.gathered_over, table.used, "f32", once, "embed")
         out.gather(TENSOR, vocabulary * model.hidden_size, "f32", once, "embed")

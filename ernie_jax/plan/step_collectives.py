@@ -53,9 +53,9 @@ def _whole(step: StepSizes, platform: str) -> Communication:
     out, parts = Communication(step.mesh, platform), float(step.run.parts)
     passes = [Times(parts, parts)] + [Times(parts, 0.0)] * counts_first(step.run)
     apart = step.run.optimizer.gradient_compression != "none"
-    for number, times in enumerate(passes):
+    for times in passes:
         if not apart or not times.backwards:
-            look_up(out, step, times.forwards, first=number == int(apart))
+            look_up(out, step, times.forwards)
         for segment in range(len(step.segments)):
             _segment(out, step, segment, times)
     if apart:
