@@ -65,7 +65,7 @@ def _whole(step: StepSizes, platform: str) -> Communication:
     else:
         look_up_backward(out, step, parts)
     head(out, step, parts)
-    vision_tower(out, step, parts * len(passes))
+    vision_tower(out, step, Times(parts * len(passes), parts))
     further_tokens(out, step, parts, in_stage=apart)
     updated(out, step)
     return out
@@ -89,7 +89,7 @@ def _stage(step: StepSizes, out: Communication, ticks: StageTicks) -> Communicat
     look_up_in_stage(out, within, (3 + count) * starts, starts)
     head(out, within, ends)
     further_tokens(out, within, ends, in_stage=True)
-    vision_tower(out, step, step.run.parts)
+    vision_tower(out, step, Times((1 + count) * step.run.parts, step.run.parts))
     sends = 2 * ticks.ticks + ticks.counting_ticks
     out.add("collective-permute", ("pipeline",), step.stream / step.tensor, step.dtype, sends, "pipeline_send")
     return out
