@@ -56,7 +56,16 @@ def _attention(out: Communication, step: StepSizes, times: Times, again: float, 
     out.gather(TENSOR, x, dtype, times.forwards + again, "attention")
     out.sum_split(TENSOR, x, dtype, times.forwards + rerun, "attention")
     out.gather(TENSOR, x, dtype, times.backwards, "transpose/attention")
-    out.sum_split(TENSOR, _QKV_SUMS * x, dtype, times.backwards, "transpose/attention")
+    if step.kv_heads_split:
+        out.sum_split(TENSOR, _QKV_SUMS * x, dtype, times.backwards, "transpose/attention")
+        return
+    # Fewer kv heads than shards: keys and values are whole on each, and so are their cotangents, once each head's are brought
+    # together.
+    model = step.run.model
+    out.sum_split(TENSOR, x, dtype, times.backwards, "transpose/attention")
+    kv = step.tokens * model.num_key_value_heads * model.head_dim
+    heads = ("outer", model.num_key_value_heads)
+    out.add("all-gather", TENSOR, 2 * kv, dtype, times.backwards, "transpose/attention/reshape", heads)
 
 
 def _mlp(

@@ -25,6 +25,9 @@ def predict_collectives(run: RunConfig, platform: str = "gpu", stage: int | None
     Bytes and kinds mean what they mean of a compiled program (`program_collectives`): of a pipeline with `pipeline_shares` of the
     stage. Weights whose parts are gathered or whose gradients are summed count whole, as they travel.
 
+    With fewer kv heads than tensor shards the backward pass of attention in tiles also sums gradients of keys and values between
+    the shards of a head, tile by tile, as often as the documents have tiles; these sums are not counted.
+
     Args:
       run: a run whose mesh has all its sizes.
       platform: `cpu`, `gpu` or `tpu`. On `cpu` there are no collectives in bfloat16, and a sum of which each device keeps a part is

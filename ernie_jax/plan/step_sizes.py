@@ -69,6 +69,11 @@ class StepSizes:
         return self.mesh["tensor"]
 
     @property
+    def kv_heads_split(self) -> bool:
+        """Whether each tensor shard has kv heads of its own (see `make_layout`)."""
+        return self.run.model.num_key_value_heads >= self.tensor
+
+    @property
     def stages(self) -> int:
         """Pipeline stages."""
         return self.mesh["pipeline"]
