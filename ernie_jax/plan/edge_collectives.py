@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 
-from ernie_jax.plan.communication import DATA, TENSOR, Communication
-from ernie_jax.plan.layer_collectives import Times, layer, weight_uses
+from ernie_jax.plan.communication import TENSOR, Communication
+from ernie_jax.plan.layer_collectives import layer, weight_uses
 from ernie_jax.plan.model_weights import PlacedWeight
-from ernie_jax.plan.step_sizes import StepSizes
+from ernie_jax.plan.step_sizes import StepSizes, Times
 
 _TABLE = "embed/embedding"
 
@@ -23,8 +23,8 @@ def table_of(step: StepSizes) -> PlacedWeight:
     return next(each for each in step.weights if each.weight.path == _TABLE)
 
 
-def look_up(out: Communication, step: StepSizes, times: float) -> None:
-    """Adds look-ups of a microbatch's tokens, outside a pipeline."""
+def look_up(out: Communication, step: StepSizes, times: float, *, first: bool = True) -> None:
+    """Adds look-ups of a microbatch's tokens, outside a pipeline; `first` of a pass, or after others in it."""
     model, t, shards = step.run.model, step.tensor, step.batch_shards
     vocabulary, tokens, x = model.vocab_size, step.tokens * shards, step.stream
     if _in_columns(step):
@@ -32,14 +32,14 @@ def look_up(out: Communication, step: StepSizes, times: float) -> None:
         out.sum(TENSOR, x, step.dtype, times, "embed")
         if t > 1:
             out.add("all-to-all", TENSOR, x / t, step.dtype, times, "embed")
-        out.add("all-to-all", DATA, x / t, step.dtype, times, "embed")
-        out.gather(DATA, tokens, "s32", times, "embed")
+        out.add("all-to-all", step.batch_axes, x / t, step.dtype, times, "embed")
+        out.gather(step.batch_axes, tokens, "s32", times, "embed")
     elif _in_parts(step):
         out.sum_split(TENSOR, x, step.dtype, times, "embed")
         out.add("collective-permute", (*_last_batch_axis(step), *TENSOR), x / t, step.dtype, times if t > 1 else 0, "embed")
     else:
-        # The same for all microbatches, so it is brought together before their loop.
-        once, table = float(times > 0), table_of(step)
+        # The same for all microbatches, so it is brought together once a pass, before their loop.
+        once, table = float(first), table_of(step)
         out.gather(table.gathered_over, table.used, "f32", once, "embed")
         out.gather(TENSOR, vocabulary * model.hidden_size, "f32", once, "embed")
 
@@ -54,20 +54,20 @@ def look_up_backward(out: Communication, step: StepSizes, times: float) -> None:
     rows_move = split > 1 and step.tokens < vocabulary
     if rows_move:
         out.gather(TENSOR, x, step.dtype, times, "transpose/embed")
-        out.add("all-to-all", DATA, x, step.dtype, times, "transpose/embed")
-        out.gather(DATA, tokens, "s32", times, "transpose/embed")
+        out.add("all-to-all", step.batch_axes, x, step.dtype, times, "transpose/embed")
+        out.gather(step.batch_axes, tokens, "s32", times, "transpose/embed")
         out.sum(TENSOR, table / split, "f32", times, "transpose/embed")
     elif _in_parts(step):
         out.add(
             "collective-permute", (*_last_batch_axis(step), *TENSOR), x / t, step.dtype, times if t > 1 else 0, "transpose/embed"
         )
         out.gather(TENSOR, x, step.dtype, times, "transpose/embed")
-        for axis in DATA:
+        for axis in step.batch_axes:
             out.sum((axis,), table / t, "f32", times, "transpose/embed")
     else:
         out.sum(TENSOR, table, "f32", times, "transpose/embed")
         add = out.sum_split if split > 1 else out.sum
-        add(DATA, table, "f32", times, "transpose/embed")
+        add(step.batch_axes, table, "f32", times, "transpose/embed")
 
 
 def look_up_in_stage(out: Communication, step: StepSizes, forwards: float, backwards: float) -> None:
@@ -79,8 +79,8 @@ def look_up_in_stage(out: Communication, step: StepSizes, forwards: float, backw
     x, tokens = step.stream, step.tokens * step.batch_shards
     out.sum_split(TENSOR, x, step.dtype, forwards, "embed")
     out.gather(TENSOR, x, step.dtype, backwards, "transpose/embed")
-    out.gather(DATA, tokens * step.run.model.hidden_size, step.dtype, backwards, "transpose/embed")
-    out.gather(DATA, tokens, "s32", backwards, "transpose/embed")
+    out.gather(step.batch_axes, tokens * step.run.model.hidden_size, step.dtype, backwards, "transpose/embed")
+    out.gather(step.batch_axes, tokens, "s32", backwards, "transpose/embed")
     table = table_of(step)
     out.gather(table.gathered_over, table.used, "f32", forwards, "embed")
 
@@ -97,7 +97,7 @@ def head(out: Communication, step: StepSizes, times: float) -> None:
     out.sum(TENSOR, 3 * padded, "f32", times, "head_and_loss")
     out.sum(TENSOR, padded * run.model.hidden_size, step.dtype, times, "head_and_loss")
     # The kernel's gradient is summed over the batch anew in each piece, since the loop carries it whole.
-    out.sum(DATA, kernel.used, "f32", times * pieces, "head_and_loss")
+    out.sum(step.batch_axes, kernel.used, "f32", times * pieces, "head_and_loss")
     out.gather(kernel.gathered_over, kernel.used, step.dtype, times, "head_and_loss")
 
 
@@ -116,7 +116,7 @@ def further_tokens(out: Communication, step: StepSizes, times: float, *, in_stag
     if in_stage:
         look_up_in_stage(out, step, runs, runs)
     else:
-        look_up(out, step, runs)
+        look_up(out, step, runs, first=False)
         look_up_backward(out, step, runs)
     own = [each for each in step.weights if each.weight.path.startswith("mtp/")]
     within = [each for each in own if "/layer/" in each.weight.path]
@@ -141,4 +141,4 @@ def _in_parts(step: StepSizes) -> bool:
 
 
 def _last_batch_axis(step: StepSizes) -> tuple[str, ...]:
-    return tuple(axis for axis in DATA if step.mesh[axis] > 1)[-1:]
+    return tuple(axis for axis in step.batch_axes if step.mesh[axis] > 1)[-1:]

@@ -8,29 +8,15 @@ device's microbatch, D model, F width, K chosen.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ernie_jax.config.remat import RematPlan
 from ernie_jax.plan.communication import TENSOR, Communication
 from ernie_jax.plan.exchange_collectives import exchange
 from ernie_jax.plan.model_weights import PlacedWeight
-from ernie_jax.plan.step_sizes import StepSizes, kept
+from ernie_jax.plan.step_sizes import StepSizes, Times, kept
 
 # Each of the three products q, k, v has its own sum of the cotangent of their common input.
 _QKV_SUMS = 3
-
-
-@dataclass(frozen=True)
-class Times:
-    """How often something runs in a step.
-
-    Attributes:
-      forwards: without what the backward pass runs again.
-      backwards: with it.
-    """
-
-    forwards: float
-    backwards: float
 
 
 def layer(
@@ -61,7 +47,7 @@ def layer(
         _mlp(out, step, step.run.model.intermediate_size, times, again, rerun if inner else 0.0, "mlp")
     else:
         _moe(out, step, plan, times, again, inner)
-        exchange(out, step, plan, times.forwards, times.backwards, inner)
+        exchange(out, step, plan, times, inner)
     weight_uses(out, step, weights, times)
 
 
@@ -70,7 +56,16 @@ def _attention(out: Communication, step: StepSizes, times: Times, again: float, 
     out.gather(TENSOR, x, dtype, times.forwards + again, "attention")
     out.sum_split(TENSOR, x, dtype, times.forwards + rerun, "attention")
     out.gather(TENSOR, x, dtype, times.backwards, "transpose/attention")
-    out.sum_split(TENSOR, _QKV_SUMS * x, dtype, times.backwards, "transpose/attention")
+    if step.kv_heads_split:
+        out.sum_split(TENSOR, _QKV_SUMS * x, dtype, times.backwards, "transpose/attention")
+        return
+    # Fewer kv heads than shards: keys and values are whole on each, and so are their cotangents, once each head's are brought
+    # together.
+    model = step.run.model
+    out.sum_split(TENSOR, x, dtype, times.backwards, "transpose/attention")
+    kv = step.tokens * model.num_key_value_heads * model.head_dim
+    heads = ("outer", model.num_key_value_heads)
+    out.add("all-gather", TENSOR, 2 * kv, dtype, times.backwards, "transpose/attention/reshape", heads)
 
 
 def _mlp(
@@ -80,7 +75,7 @@ def _mlp(
     x, dtype = step.stream, step.dtype
     if not shared:
         out.gather(TENSOR, x, dtype, times.forwards + again, scope)
-    out.sum_split(TENSOR, x, dtype, times.forwards + rerun, scope)
+    out.sum_split(TENSOR, x, dtype, times.finished + rerun, scope)
     out.gather(TENSOR, x, dtype, times.backwards, f"transpose/{scope}")
     out.sum_split(TENSOR, x, dtype, times.backwards, f"transpose/{scope}")
     # The gradient of gate_up flattens [2, F] of its cotangent, which joins the parts of F: all of it comes to each device.
@@ -100,7 +95,10 @@ def _moe(out: Communication, step: StepSizes, plan: RematPlan, times: Times, aga
     out.gather(TENSOR, x, dtype, times.forwards + needed, "moe/rows")
     for kind in ("s32", "f32", "pred"):
         out.gather(TENSOR, routing, kind, times.forwards + again, "moe/router")
-    out.add("reduce-scatter", TENSOR, x, dtype, times.forwards + rerun, "moe/results")
+    if step.run.moe.capacity_factor is not None:
+        # Places in the experts' queues are counted along whole rows, from a table [n K, E].
+        out.gather(TENSOR, routing * moe.num_experts, "s32", times.forwards + again, "moe/capacity")
+    out.add("reduce-scatter", TENSOR, x, dtype, times.finished + rerun, "moe/results")
     out.gather(TENSOR, x, dtype, times.backwards, "transpose/moe/results")
     out.sum(TENSOR, x, dtype, times.backwards, "transpose/moe/rows")
     out.sum(TENSOR, routing, dtype, times.backwards, "transpose/moe/router")
@@ -123,6 +121,5 @@ def weight_uses(out: Communication, step: StepSizes, weights: Iterable[PlacedWei
             elements = float(each.weight.size)
         add = out.sum_split if each.moments_over else out.sum
         add(each.summed_over, elements, dtype, times.backwards, "transpose/weights")
-        if not matrix:
-            # Norms and gates see the tokens of a tensor shard alone.
-            out.sum(TENSOR, elements, dtype, times.backwards, "transpose/norms")
+        if each.weight.of_split_tokens:
+            out.sum(TENSOR, elements, dtype, times.backwards, "transpose/weights")

@@ -54,6 +54,11 @@ class ModelWeight:
         """Whether it may be split further between uses; norms and gates are held whole."""
         return any(axis in _SPLIT_BETWEEN_USES for axis in self.axes)
 
+    @cached_property
+    def of_split_tokens(self) -> bool:
+        """Whether it meets the tokens of a tensor shard alone: norms, gates, and the projection of multi-token prediction."""
+        return not self.is_matrix or self.path == "mtp/block/projection/kernel"
+
 
 @dataclass(frozen=True)
 class PlacedWeight:

@@ -40,7 +40,9 @@ class StageTicks:
 
 def counts_first(run: RunConfig) -> bool:
     """Whether a pass without gradients counts the choices of the step before the one with them."""
-    return run.parts > 1 and run.moe.aux_loss_coef > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0
+    # With compressed gradients each data shard is a part of its own.
+    several = run.parts > 1 or run.optimizer.gradient_compression != "none"
+    return several and run.moe.aux_loss_coef > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0
 
 
 def pipelined(model: ModelConfig) -> int:

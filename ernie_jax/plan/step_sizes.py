@@ -47,8 +47,11 @@ class StepSizes:
         layout = abstract_layout(run)
         rows = math.ceil(run.batch_size / run.parts / layout.axis_size(*BATCH_AXES))
         dtype = "f32" if run.computed_in == "float32" else "bf16"
-        found = model_weights(run.model, run.mtp_blocks > 0)
-        return cls(run, dict(layout.mesh.shape), placed_weights(found, layout, moment_layout(run, layout)), rows, dtype)
+        found = placed_weights(model_weights(run.model, run.mtp_blocks > 0), layout, moment_layout(run, layout))
+        if run.optimizer.gradient_compression != "none":
+            # The data axis is summed over on its own, behind all microbatches.
+            found = tuple(replace(each, summed_over=tuple(a for a in each.summed_over if a != "data")) for each in found)
+        return cls(run, dict(layout.mesh.shape), found, rows, dtype)
 
     @property
     def tokens(self) -> int:
@@ -66,14 +69,24 @@ class StepSizes:
         return self.mesh["tensor"]
 
     @property
+    def kv_heads_split(self) -> bool:
+        """Whether each tensor shard has kv heads of its own (see `make_layout`)."""
+        return self.run.model.num_key_value_heads >= self.tensor
+
+    @property
     def stages(self) -> int:
         """Pipeline stages."""
         return self.mesh["pipeline"]
 
     @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes over which a part of a step is split by the partitioner: with compressed gradients, data shards are apart."""
+        return BATCH_AXES if self.run.optimizer.gradient_compression == "none" else ("expert",)
+
+    @property
     def batch_shards(self) -> int:
-        """Devices that share a batch."""
-        return math.prod(self.mesh[axis] for axis in BATCH_AXES)
+        """Devices along them."""
+        return math.prod(self.mesh[axis] for axis in self.batch_axes)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -107,3 +120,23 @@ def _segments(model: ModelConfig) -> tuple[Segment, ...]:
 def kept(plan: RematPlan, tag: str) -> bool:
     """Whether the backward pass finds a tensor, on the device or in host memory."""
     return plan.everything or tag in plan.saved or tag in plan.offloaded
+
+
+@dataclass(frozen=True)
+class Times:
+    """How often something runs in a step.
+
+    Attributes:
+      forwards: without what the backward pass runs again.
+      backwards: with it.
+      unread: of the forwards, those whose result nobody reads, which are not finished.
+    """
+
+    forwards: float
+    backwards: float
+    unread: float = 0.0
+
+    @property
+    def finished(self) -> float:
+        """Forwards with a result."""
+        return self.forwards - self.unread

@@ -5,9 +5,12 @@ R layers of a stack, v chunks of C places a stage, D model. Between steps the st
 
 from __future__ import annotations
 
+from ernie_jax.parallel.compressed import Sparse, make_compression
 from ernie_jax.plan.communication import Communication
+from ernie_jax.plan.model_weights import ModelWeight
 from ernie_jax.plan.pipeline_shares import stage_plan
 from ernie_jax.plan.step_sizes import StepSizes
+from ernie_jax.train.state import LEAST_COMPRESSED
 
 STAGES = ("pipeline",)
 
@@ -32,18 +35,47 @@ def stage_transfers(out: Communication, step: StepSizes) -> None:
     plan = stage_plan(step.run)
     places = plan.virtual_stages * plan.places
     for each in step.weights:
-        weight, held = each.weight, each.used / each.gathered
+        weight, held, back = each.weight, each.used / each.gathered, each.used / each.moments
+        staged = weight.path.startswith(prefix)
+        dtype = step.dtype if staged else "f32"
+        if is_vision(weight):
+            continue
         if step.tensor > 1 and each.gathered_over:
-            # With a tensor axis, what ZeRO 3 splits is brought together here, not where it is used.
-            held = each.used
-            copies, dtype = (places, step.dtype) if weight.path.startswith(prefix) else (weight.layers, "f32")
-            out.gather(each.gathered_over, held * copies, dtype, 1, "stage_weights")
-        if not weight.path.startswith(prefix):
-            if weight.is_matrix:
-                out.gather(STAGES, held * weight.layers, "f32", 1, "stage_weights")
-            out.sum(STAGES, each.used / each.moments * weight.layers, "f32", 1, "stage_gradients")
+            # What ZeRO 3 splits is whole in a stage where there is a tensor axis, and from one split to the other the partitioner
+            # knows no way but through the whole of all stages.
+            out.gather((*STAGES, *each.gathered_over), each.used * weight.layers, dtype, 1, "stage_weights")
+        elif weight.is_matrix and not staged:
+            out.gather(STAGES, held * weight.layers, dtype, 1, "stage_weights")
         elif weight.is_matrix:
-            out.add("all-to-all", STAGES, held * places, step.dtype, 1, "stage_weights")
-            out.add("all-to-all", STAGES, each.used / each.moments * places, "f32", 1, "stage_gradients")
+            out.add("all-to-all", STAGES, held * places, dtype, 1, "stage_weights")
+        if not staged:
+            out.sum(STAGES, back * weight.layers, "f32", 1, "stage_gradients")
+        elif weight.is_matrix:
+            out.add("all-to-all", STAGES, back * places, "f32", 1, "stage_gradients")
         else:
             out.gather(STAGES, weight.size * places * step.stages, "f32", 1, "stage_gradients")
+
+
+def compressed(out: Communication, step: StepSizes) -> None:
+    """Adds the sums of gradients over the data axis, once a step and each device's part of a gradient on its own.
+
+    Rounded ones are sent to those that add them, and the sums to all; of sparse ones, everyone gets everyone's.
+    """
+    config = step.run.optimizer
+    if config.gradient_compression == "none":
+        return
+    compression, devices = make_compression(config.gradient_compression, config.gradient_fraction), step.mesh["data"]
+    for each in step.weights:
+        size = round(each.used * each.weight.layers)
+        if size < LEAST_COMPRESSED:
+            out.sum(("data",), size, "f32", 1, "compressed_sum")
+        elif isinstance(compression, Sparse):
+            out.gather(("data",), compression.bytes(size, devices) / 4, "u32", 1, "compressed_sum")
+        else:
+            out.add("all-to-all", ("data",), compression.bytes(size, devices) / 2, "u8", 1, "compressed_sum")
+            out.gather(("data",), compression.bytes(size, devices) / 2, "u8", 1, "compressed_sum")
+
+
+def is_vision(weight: ModelWeight) -> bool:
+    """Whether it belongs to the vision tower or the resampler, which are in no stage."""
+    return weight.path.startswith(("vision_tower/", "resampler/"))

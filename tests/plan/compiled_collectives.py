@@ -1,6 +1,8 @@
-"""What compiled training steps communicate, recorded in golden_collectives.json: `python tests/plan/compiled_collectives.py [NAME ...]`.
+"""What compiled training steps communicate, recorded in golden_collectives.json.
 
-Compiles the steps of the file's runs, all or those named, for eight fake CPU devices, and writes bytes by kind and axis of their
+    python tests/plan/compiled_collectives.py [NAME ...]
+
+compiles the steps of the file's runs, all or those named, for eight fake CPU devices, and writes bytes by kind and axis of their
 first and last stage. To add a run, add an entry with its name and overrides. A step takes half a minute or more, so tests compile
 few of them and take the file for the rest.
 """
@@ -34,7 +36,7 @@ Overrides = dict[str, Any]
 
 
 def model_of(changes: Overrides) -> ModelConfig:
-    """One dense layer and five of experts, 256 wide; fields of ModelConfig or MoEConfig, `dense` for no experts, `vl` for images."""
+    """One dense layer and five of experts, 256 wide, with fields of ModelConfig or MoEConfig; `dense`: no experts, `vl`: images."""
     changes = dict(changes)
     dense, vl = changes.pop("dense", False), changes.pop("vl", False)
     moe = MoEConfig(num_experts=8, num_experts_per_tok=2, intermediate_size=256, num_shared_experts=1, layer_start=1)
