@@ -74,14 +74,17 @@ def look_up_in_stage(out: Communication, step: StepSizes, forwards: float, backw
     """Adds look-ups of a pipeline's first stage, and gradients of the table.
 
     There tokens and table are constrained: each tensor shard looks up all tokens in its rows. The gradient adds the cotangents of
-    all tokens on each device.
+    all tokens on each device, or without tensor shards only the columns of them that ZeRO keeps there.
     """
     x, tokens = step.stream, step.tokens * step.batch_shards
     out.sum_split(TENSOR, x, step.dtype, forwards, "embed")
     out.gather(TENSOR, x, step.dtype, backwards, "transpose/embed")
-    out.gather(step.batch_axes, tokens * step.run.model.hidden_size, step.dtype, backwards, "transpose/embed")
-    out.gather(step.batch_axes, tokens, "s32", backwards, "transpose/embed")
     table = table_of(step)
+    if step.tensor == 1 and table.moments > 1:
+        out.add("all-to-all", step.batch_axes, x, step.dtype, backwards, "transpose/embed")
+    else:
+        out.gather(step.batch_axes, tokens * step.run.model.hidden_size, step.dtype, backwards, "transpose/embed")
+    out.gather(step.batch_axes, tokens, "s32", backwards, "transpose/embed")
     out.gather(table.gathered_over, table.used, "f32", forwards, "embed")
 
 

@@ -38,6 +38,14 @@ def pipelined_segment(run: RunConfig) -> int:
     return max(range(len(segments)), key=lambda i: (segments[i].repeats * len(segments[i].unit), -i))
 
 
+def cast_for_stages(path: str, ndim: int) -> bool:
+    """Whether a weight is brought to the stages in the compute format: matrices of layers, which are used in no other.
+
+    Embedding and head stay float32: the gradient of several uses is added up in the format of the weight.
+    """
+    return path.startswith(("decoder/segments/", "mtp/")) and ndim > 2 and "router" not in path
+
+
 @dataclass(frozen=True)
 class StageWeights:
     """Weights by path: of the ends of the pipeline, of its chunks [S, v, C, ...] (paths within the segment), of the tower."""
@@ -82,7 +90,7 @@ class ModelStages:
         for path, value in values.items():
             if path in tower:
                 continue
-            if self._cast_by_layers(path, value):
+            if cast_for_stages(path, value.ndim):
                 # A layer would do so where it uses it; here it halves what is sent and held.
                 value = self.dtypes.cast(value)
             kept = value.dtype
@@ -141,14 +149,6 @@ class ModelStages:
         given = {path: value for some in values for path, value in some.items()}
         segment: DecoderSegment = nnx.merge(graphdef, with_values(state, given))
         return segment
-
-    @staticmethod
-    def _cast_by_layers(path: str, value: jax.Array) -> bool:
-        """Whether a weight is used in the compute format only, and once a microbatch.
-
-        Embedding and head are not: the gradient of several uses is added up in the format of the weight.
-        """
-        return path.startswith(("decoder/segments/", "mtp/")) and value.ndim > 2 and "router" not in path
 
     def _of_stage(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         """Where a weight is within a stage: its spec without the pipeline axis."""
