@@ -67,7 +67,10 @@ def communication(
         purpose = purpose_of(use)
         total = sums.setdefault((use.axis, purpose), [0.0, 0.0])
         total[0 if _loops(run, use) else 1] += use.count * _seconds(run, topology, mesh_shape, use)
-    found = [CommunicationTime(*key, *value, _hideable(run, topology, key[1])) for key, value in sums.items()]
+    found = [
+        CommunicationTime(axis, purpose, in_loop, once, _hideable(run, topology, purpose))
+        for (axis, purpose), (in_loop, once) in sums.items()
+    ]
     return sorted(found, key=lambda each: -(each.in_loop + each.once))
 
 

@@ -248,8 +248,8 @@ class _Layers:
         # The forward of the last virtual stage is the beginning of its backward.
         saved, forward[last] = forward[last], 0.0
         scale = 1 + exposed * self.run.mesh.pipeline / (sum(forward) + sum(backward))
-        costs = (tuple(cost * scale for cost in costs) for costs in (forward, backward))
-        return StageCosts(self.run.mesh.pipeline, *costs, saved=saved)
+        stages = self.run.mesh.pipeline
+        return StageCosts(stages, tuple(f * scale for f in forward), tuple(b * scale for b in backward), saved)
 
 
 def _by_part(topology: Topology, ops: Sequence[Operation]) -> dict[str, float]:
