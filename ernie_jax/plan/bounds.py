@@ -12,10 +12,17 @@ from dataclasses import dataclass
 from ernie_jax.plan.abstract_layout import abstract_layout
 from ernie_jax.plan.candidates import Task, Way
 from ernie_jax.plan.links import collective_seconds
-from ernie_jax.plan.operations import EXPERT_SKEW, UPDATE_BYTES, ShardSizes, StepWork
-from ernie_jax.plan.overlap import CPU_MEETING, HIDDEN_WEIGHTS
+from ernie_jax.plan.operations import (
+    CPU_LAYER_FLOPS,
+    CPU_MEETING_FLOPS,
+    EXPERT_SKEW,
+    UPDATE_BYTES,
+    ShardSizes,
+    StepWork,
+    cpu_seconds,
+)
+from ernie_jax.plan.overlap import HIDDEN_WEIGHTS
 from ernie_jax.plan.stage_time import formula_seconds
-from ernie_jax.plan.step_time import CPU_OPERATION
 from ernie_jax.plan.topology import Topology
 from ernie_jax.train.remat_prediction import StepShape
 
@@ -81,7 +88,7 @@ class Bounds:
         platform = self.topology.platform
         shape = StepShape.of(run, abstract_layout(run), platform)
         work = StepWork(run, shape, platform, 1.0 if platform == "cpu" else EXPERT_SKEW)
-        start = CPU_OPERATION if platform == "cpu" else 0.0
+        start = cpu_seconds(self.topology, CPU_LAYER_FLOPS)
         forward = backward = 0.0
         for kind, count in self._layers.items():
             ops = work.layer(kind)
@@ -101,7 +108,7 @@ class Bounds:
         cpu = self.topology.platform == "cpu"
         dim, width = task.model.hidden_size, _FLOAT if task.dtype == "float32" or cpu else 2
         again = 2 if stages > 1 else 1
-        meeting = CPU_MEETING if cpu else 0.0
+        meeting = cpu_seconds(self.topology, CPU_MEETING_FLOPS)
 
         def time(kind: str, axes: tuple[str, ...], size: float) -> float:
             known = tuple(axis for axis in axes if sizes_of[axis] > 1)
