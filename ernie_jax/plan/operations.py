@@ -37,6 +37,9 @@ CPU_BUFFER_PASSES = 2.5
 # of eight devices, since both slow down as the cores do. Eight threads meet in each collective, on cores that all share.
 CPU_MEETING_FLOPS = 1.7e7
 CPU_LAYER_FLOPS = 1e7
+# What the passes of a pipeline took on CPU beyond their operations, as a share of these: loops with branches in them copy what they
+# carry. Fitted to the one mesh with stages among the nine; those of docs/performance.md took between 0 and this.
+CPU_STAGE_LOOPS = 0.2
 
 
 def cpu_seconds(topology: Topology, flops: float) -> float:

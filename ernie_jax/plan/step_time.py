@@ -22,7 +22,16 @@ from dataclasses import dataclass
 from ernie_jax.config.run import RunConfig
 from ernie_jax.plan.abstract_layout import abstract_layout
 from ernie_jax.plan.hlo import CollectiveUse
-from ernie_jax.plan.operations import CPU_LAYER_FLOPS, EXPERT_SKEW, UPDATE_BYTES, Operation, ShardSizes, StepWork, cpu_seconds
+from ernie_jax.plan.operations import (
+    CPU_LAYER_FLOPS,
+    CPU_STAGE_LOOPS,
+    EXPERT_SKEW,
+    UPDATE_BYTES,
+    Operation,
+    ShardSizes,
+    StepWork,
+    cpu_seconds,
+)
 from ernie_jax.plan.overlap import CommunicationTime, communication
 from ernie_jax.plan.stage_time import StageCosts, layers_of_stages, pipeline_seconds
 from ernie_jax.plan.topology import Topology
@@ -131,6 +140,8 @@ def predict_time(
     layers = _Layers.of(work, topology)
     parts = layers.step_parts()
     passes = sum(part.seconds for part in parts)
+    if cpu and run.mesh.pipeline > 1:
+        parts += [TimePart("loops of stages", CPU_STAGE_LOOPS * passes, "compute")]
     hidden = _hidden(network, passes)
     exposed_in_loop = sum(each.in_loop - hidden.get(id(each), 0.0) for each in network)
     bubble = 0.0 if cpu else _bubble(layers, passes, exposed_in_loop)
