@@ -1,0 +1,107 @@
+"""The moments of a step in pipeline stages that can be its fullest, in bytes of one device beside the step's arguments.
+
+S stages, v chunks a stage, C places of a chunk, R repeats of the segment that is spread (see `train.stages`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from ernie_jax.config.run import RunConfig
+from ernie_jax.config.segments import Segment, segments_of
+from ernie_jax.parallel.pipeline import StagePlan, make_timetable
+from ernie_jax.plan.activation_memory import FLOAT, INT, Bytes, LayerSizes, kept_by_unit, parts, times
+from ernie_jax.plan.state_memory import Weight, elements, trained_of, weights_of
+from ernie_jax.plan.step_memory import open_between, unit_backward
+from ernie_jax.plan.workspace import loss_bytes
+from ernie_jax.sharding import Layout, make_layout
+from ernie_jax.train.stages import pipelined_segment
+
+Count = Callable[[Weight], int]
+
+
+def pipeline_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Layout) -> list[Bytes]:
+    """Of a run with stages."""
+    spread, segments = pipelined_segment(run), segments_of(run.model)
+    unit = segments[spread].unit
+    stages = layout.mesh.shape["pipeline"]
+    plan = StagePlan.spread(segments[spread].repeats, stages, run.pipeline.virtual_stages)
+    # With a tensor axis ZeRO brings weights together once a step (see `PipelinedGradients`).
+    within = make_layout(layout.mesh, run.model, "tp_sp") if sizes.shape.tensor > 1 else layout
+    summed = within if sizes.shape.tensor > 1 else moments
+    base = weight_bytes(run, sizes, plan, spread, elements(within, without=("pipeline",)))
+    trained = trained_of(run)
+    of_stage, of_edges = [w for w in trained if w.segment == spread], [w for w in trained if w.segment != spread]
+    held = elements(summed, without=("pipeline",))
+    share = plan.places * plan.virtual_stages / plan.repeats
+    # Sums over microbatches, of the stage's layers and of what every stage has.
+    sums = parts(gradients=sum(share * held(w) for w in of_stage) * FLOAT + sum(map(held, of_edges)) * FLOAT)
+    # Those of the chunk at hand, in the format of the weights.
+    chunk = parts(gradients=sum(plan.places / plan.repeats * held(w) * _itemsize(w, sizes) for w in of_stage))
+    whole = elements(within, without=("pipeline",))
+    edges = parts(gradients=sum(whole(w) for w in of_edges if w.segment is None) * FLOAT)
+    base = base + sums + waiting_bytes(run, sizes, stages)
+    kept = times(plan.places, kept_by_unit(sizes, run.compute.remat, unit))
+    inner = Segment(0, unit, plan.places)
+    between = open_between(run, sizes, [inner]) if plan.places == 1 else kept
+    found = [base + between + edges + loss_bytes(run, sizes, layout)]
+    found += [base + chunk + kept + moment for moment in unit_backward(run, sizes, layout, unit)]
+    found += [base + moment for moment in edge_moments(run, sizes, layout, segments, spread)]
+    # Behind the loop the sums go to where the moments are.
+    found.append(sums + parts(gradients=sum(map(elements(moments), trained)) * FLOAT))
+    return found
+
+
+def weight_bytes(run: RunConfig, sizes: LayerSizes, plan: StagePlan, spread: int, whole: Count) -> Bytes:
+    """The weights that a stage works with, brought together for the length of a step: of its chunks in the compute format, of the
+    ends of the pipeline in their own. XLA:CPU has 16-bit ones twice: experts' as integers, the others as float32."""
+    share = plan.places * plan.virtual_stages / plan.repeats
+    total = 0.0
+    for weight in weights_of(run):
+        if weight.path.startswith(("vision_tower/", "resampler/")):
+            continue
+        count = whole(weight)
+        if weight.segment != spread:
+            total += count * weight.itemsize
+            continue
+        width = _itemsize(weight, sizes)
+        total += share * count * width
+        if sizes.on_cpu and width < FLOAT:
+            total += share * count * (width if "expert" in (weight.axes[1] or "") else FLOAT)
+    return parts(collectives=total)
+
+
+def waiting_bytes(run: RunConfig, sizes: LayerSizes, stages: int) -> Bytes:
+    """Inputs and cotangents of chunks that wait in slots, one more of each for what nobody waits for, those that the neighbours
+    send, and the microbatches' arrays of integers."""
+    slots = _slots(run.pipeline.schedule, stages, run.parts, run.pipeline.virtual_stages)
+    keys = 9 if run.model.vision is not None else 4
+    items = run.parts * sizes.shape.tokens * keys * INT
+    return parts(activations=(sum(slots) + 2) * sizes.stream * sizes.shape.width + 3 * sizes.stream * sizes.wide, batch=items)
+
+
+@functools.lru_cache(maxsize=256)
+def _slots(schedule: str, stages: int, microbatches: int, virtual: int) -> tuple[int, int]:
+    rows = make_timetable(schedule, stages=stages, microbatches=microbatches, virtual_stages=virtual).rows
+    return rows.slots, rows.cotangent_slots
+
+
+def edge_moments(
+    run: RunConfig, sizes: LayerSizes, layout: Layout, segments: Iterable[Segment], spread: int
+) -> list[Bytes]:
+    """The backward pass of the layers before and behind those that are spread, as the first and the last stage run it."""
+    found: list[Bytes] = []
+    for number, segment in enumerate(segments):
+        if number == spread:
+            continue
+        kept: Bytes = Counter()
+        if segment.repeats > 1:
+            kept = times(segment.repeats, kept_by_unit(sizes, run.compute.remat, segment.unit))
+        found += [kept + moment for moment in unit_backward(run, sizes, layout, segment.unit)]
+    return found
+
+
+def _itemsize(weight: Weight, sizes: LayerSizes) -> int:
+    return sizes.shape.width if weight.cast else weight.itemsize
