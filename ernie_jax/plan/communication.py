@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ernie_jax.plan.hlo import CollectiveUse
-from ernie_jax.sharding import BATCH_AXES, MESH_AXES
+from ernie_jax.sharding import MESH_AXES
 
 _BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "u16": 2, "u8": 1, "pred": 1}
 TENSOR = ("tensor",)
-DATA = BATCH_AXES
 
 
 class Communication:
@@ -23,16 +22,33 @@ class Communication:
 
     def __init__(self, sizes: Mapping[str, int], platform: str) -> None:
         self.sizes, self.platform = dict(sizes), platform
+        self._axes = [axis for axis in MESH_AXES if sizes[axis] > 1]
         self._found: dict[tuple[str, str, str, str, int], list[float]] = {}
 
-    def add(self, kind: str, axes: Iterable[str], elements: float, dtype: str, times: float, scope: str) -> None:
-        """`times` collectives over these mesh axes, each of so many elements a device; nothing where the axes have one device."""
-        wanted = set(axes)
-        names = [axis for axis in MESH_AXES if axis in wanted and self.sizes[axis] > 1]
-        if not names or not times or not elements:
+    def add(
+        self,
+        kind: str,
+        axes: Sequence[str],
+        elements: float,
+        dtype: str,
+        times: float,
+        scope: str,
+        part: tuple[str, int] | None = None,
+    ) -> None:
+        """`times` collectives over these mesh axes, each of so many elements a device; nothing where the axes have one device.
+
+        `part` is ("inner" or "outer", devices that talk) where only some of the axis do, neighbours or every so many.
+        """
+        if not times or not elements:
+            return
+        names = [axis for axis in self._axes if axis in axes]
+        if not names or (part is not None and part[1] == 1):
             return
         dtype = "f32" if dtype == "bf16" and self.platform == "cpu" else dtype
-        key = kind, "+".join(names), scope, dtype, math.prod(self.sizes[axis] for axis in names)
+        axis, devices = "+".join(names), math.prod(self.sizes[axis] for axis in names)
+        if part is not None and part[1] < devices:
+            axis, devices = f"{axis}/{part[0]}", part[1]
+        key = kind, axis, scope, dtype, devices
         total = self._found.setdefault(key, [0.0, 0.0])
         total[0] += elements * _BYTES[dtype] * times
         total[1] += times
@@ -48,6 +64,12 @@ class Communication:
     def sum_split(self, axes: Sequence[str], elements: float, dtype: str, times: float, scope: str) -> None:
         """Sums of so many elements of which a device keeps its part: XLA:CPU sums all and slices, others reduce-scatter."""
         self.add("all-reduce" if self.platform == "cpu" else "reduce-scatter", axes, elements, dtype, times, scope)
+
+    def copy(self) -> Communication:
+        """The same so far, to go on from."""
+        other = Communication(self.sizes, self.platform)
+        other._found = {key: list(total) for key, total in self._found.items()}
+        return other
 
     def uses(self) -> list[CollectiveUse]:
         """All that was added, most bytes first."""

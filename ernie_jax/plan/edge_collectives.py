@@ -10,36 +10,38 @@ from __future__ import annotations
 
 import math
 
-from ernie_jax.plan.communication import DATA, TENSOR, Communication
-from ernie_jax.plan.layer_collectives import Times, layer, weight_uses
-from ernie_jax.plan.model_weights import ModelWeight
-from ernie_jax.plan.step_sizes import StepSizes
+from ernie_jax.plan.communication import TENSOR, Communication
+from ernie_jax.plan.layer_collectives import layer, weight_uses
+from ernie_jax.plan.model_weights import PlacedWeight
+from ernie_jax.plan.step_sizes import StepSizes, Times
 
 _TABLE = "embed/embedding"
 
 
-def table_of(step: StepSizes) -> ModelWeight:
+def table_of(step: StepSizes) -> PlacedWeight:
     """The embedding."""
-    return next(weight for weight in step.weights if weight.path == _TABLE)
+    return next(each for each in step.weights if each.weight.path == _TABLE)
 
 
-def look_up(out: Communication, step: StepSizes, times: float) -> None:
-    """Adds look-ups of a microbatch's tokens, outside a pipeline."""
+def look_up(out: Communication, step: StepSizes, times: float, *, first: bool = True) -> None:
+    """Adds look-ups of a microbatch's tokens, outside a pipeline; `first` of a pass, or after others in it."""
     model, t, shards = step.run.model, step.tensor, step.batch_shards
     vocabulary, tokens, x = model.vocab_size, step.tokens * shards, step.stream
-    if step.gathered_over(table_of(step)):
+    if _in_columns(step):
         # In parts of D, of all tokens; then back to parts of the tokens.
         out.sum(TENSOR, x, step.dtype, times, "embed")
         if t > 1:
             out.add("all-to-all", TENSOR, x / t, step.dtype, times, "embed")
-        out.add("all-to-all", DATA, x / t, step.dtype, times, "embed")
-        out.gather(DATA, tokens, "s32", times, "embed")
+        out.add("all-to-all", step.batch_axes, x / t, step.dtype, times, "embed")
+        out.gather(step.batch_axes, tokens, "s32", times, "embed")
     elif _in_parts(step):
         out.sum_split(TENSOR, x, step.dtype, times, "embed")
         out.add("collective-permute", (*_last_batch_axis(step), *TENSOR), x / t, step.dtype, times if t > 1 else 0, "embed")
     else:
-        # The same for all microbatches, so it is brought together before their loop.
-        out.gather(TENSOR, vocabulary * model.hidden_size, "f32", 1 if times else 0, "embed")
+        # The same for all microbatches, so it is brought together once a pass, before their loop.
+        once, table = float(first), table_of(step)
+        out.gather(table.gathered_over, table.used, "f32", once, "embed")
+        out.gather(TENSOR, vocabulary * model.hidden_size, "f32", once, "embed")
 
 
 def look_up_backward(out: Communication, step: StepSizes, times: float) -> None:
@@ -47,26 +49,25 @@ def look_up_backward(out: Communication, step: StepSizes, times: float) -> None:
     model, t, shards = step.run.model, step.tensor, step.batch_shards
     vocabulary, tokens, x = model.vocab_size, step.tokens * shards, step.stream
     table = vocabulary * model.hidden_size
-    split = math.prod(step.mesh[axis] for axis in step.moments_over(table_of(step)))
-    # Where the head's gradient, split along V alone, is added in the same round, the sum keeps that layout.
-    rows_move = split > 1 and (
-        t == 1 or (step.run.parts > 1 and (vocabulary + tokens) / split < vocabulary + tokens / (shards * t))
-    )
+    split = table_of(step).moments
+    # The smaller of the two travels: rows of tokens, to the devices that keep a part of D, or the table of each device.
+    rows_move = split > 1 and step.tokens < vocabulary
     if rows_move:
         out.gather(TENSOR, x, step.dtype, times, "transpose/embed")
-        out.add("all-to-all", DATA, x, step.dtype, times, "transpose/embed")
-        out.gather(DATA, tokens, "s32", times, "transpose/embed")
+        out.add("all-to-all", step.batch_axes, x, step.dtype, times, "transpose/embed")
+        out.gather(step.batch_axes, tokens, "s32", times, "transpose/embed")
+        out.sum(TENSOR, table / split, "f32", times, "transpose/embed")
     elif _in_parts(step):
         out.add(
             "collective-permute", (*_last_batch_axis(step), *TENSOR), x / t, step.dtype, times if t > 1 else 0, "transpose/embed"
         )
         out.gather(TENSOR, x, step.dtype, times, "transpose/embed")
-        for axis in DATA:
+        for axis in step.batch_axes:
             out.sum((axis,), table / t, "f32", times, "transpose/embed")
     else:
         out.sum(TENSOR, table, "f32", times, "transpose/embed")
         add = out.sum_split if split > 1 else out.sum
-        add(DATA, table, "f32", times, "transpose/embed")
+        add(step.batch_axes, table, "f32", times, "transpose/embed")
 
 
 def look_up_in_stage(out: Communication, step: StepSizes, forwards: float, backwards: float) -> None:
@@ -78,10 +79,10 @@ def look_up_in_stage(out: Communication, step: StepSizes, forwards: float, backw
     x, tokens = step.stream, step.tokens * step.batch_shards
     out.sum_split(TENSOR, x, step.dtype, forwards, "embed")
     out.gather(TENSOR, x, step.dtype, backwards, "transpose/embed")
-    out.gather(DATA, tokens * step.run.model.hidden_size, step.dtype, backwards, "transpose/embed")
-    out.gather(DATA, tokens, "s32", backwards, "transpose/embed")
-    if over := step.gathered_over(table_of(step)):
-        out.gather(over, step.whole(table_of(step)), "f32", forwards, "embed")
+    out.gather(step.batch_axes, tokens * step.run.model.hidden_size, step.dtype, backwards, "transpose/embed")
+    out.gather(step.batch_axes, tokens, "s32", backwards, "transpose/embed")
+    table = table_of(step)
+    out.gather(table.gathered_over, table.used, "f32", forwards, "embed")
 
 
 def head(out: Communication, step: StepSizes, times: float) -> None:
@@ -96,15 +97,14 @@ def head(out: Communication, step: StepSizes, times: float) -> None:
     out.sum(TENSOR, 3 * padded, "f32", times, "head_and_loss")
     out.sum(TENSOR, padded * run.model.hidden_size, step.dtype, times, "head_and_loss")
     # The kernel's gradient is summed over the batch anew in each piece, since the loop carries it whole.
-    out.sum(DATA, step.whole(kernel), "f32", times * pieces, "head_and_loss")
-    if over := step.gathered_over(kernel):
-        out.gather(over, step.whole(kernel), step.dtype, times, "head_and_loss")
+    out.sum(step.batch_axes, kernel.used, "f32", times * pieces, "head_and_loss")
+    out.gather(kernel.gathered_over, kernel.used, step.dtype, times, "head_and_loss")
 
 
-def head_kernel(step: StepSizes) -> ModelWeight:
+def head_kernel(step: StepSizes) -> PlacedWeight:
     """The matrix that makes logits."""
     wanted = _TABLE if step.run.model.tie_word_embeddings else "lm_head/kernel"
-    return next(weight for weight in step.weights if weight.path == wanted)
+    return next(each for each in step.weights if each.weight.path == wanted)
 
 
 def further_tokens(out: Communication, step: StepSizes, times: float, *, in_stage: bool) -> None:
@@ -116,14 +116,21 @@ def further_tokens(out: Communication, step: StepSizes, times: float, *, in_stag
     if in_stage:
         look_up_in_stage(out, step, runs, runs)
     else:
-        look_up(out, step, runs)
+        look_up(out, step, runs, first=False)
         look_up_backward(out, step, runs)
-    own = [weight for weight in step.weights if weight.path.startswith("mtp/")]
-    within = [weight for weight in own if "/layer/" in weight.path]
+    own = [each for each in step.weights if each.weight.path.startswith("mtp/")]
+    within = [each for each in own if "/layer/" in each.weight.path]
     layer(out, step, "dense", within, step.plan_of(("dense",)), Times(runs, runs))
-    rest = [weight for weight in own if weight not in within]
+    rest = [each for each in own if each not in within]
     weight_uses(out, step, rest, Times(runs, runs))
     head(out, step, runs)
+
+
+def _in_columns(step: StepSizes) -> bool:
+    """Whether all tokens are looked up in each part of D, as ZeRO 3 keeps them."""
+    table, tokens = table_of(step), step.tokens * step.batch_shards
+    vocabulary, split, t = step.run.model.vocab_size, table.gathered, step.tensor
+    return split > 1 and vocabulary / (t * split) + tokens / split < vocabulary + tokens / (step.batch_shards * t)
 
 
 def _in_parts(step: StepSizes) -> bool:
@@ -134,4 +141,4 @@ def _in_parts(step: StepSizes) -> bool:
 
 
 def _last_batch_axis(step: StepSizes) -> tuple[str, ...]:
-    return tuple(axis for axis in DATA if step.mesh[axis] > 1)[-1:]
+    return tuple(axis for axis in step.batch_axes if step.mesh[axis] > 1)[-1:]

@@ -8,36 +8,22 @@ device's microbatch, D model, F width, K chosen.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ernie_jax.config.remat import RematPlan
 from ernie_jax.plan.communication import TENSOR, Communication
 from ernie_jax.plan.exchange_collectives import exchange
-from ernie_jax.plan.model_weights import ModelWeight
-from ernie_jax.plan.step_sizes import StepSizes, kept
+from ernie_jax.plan.model_weights import PlacedWeight
+from ernie_jax.plan.step_sizes import StepSizes, Times, kept
 
 # Each of the three products q, k, v has its own sum of the cotangent of their common input.
 _QKV_SUMS = 3
-
-
-@dataclass(frozen=True)
-class Times:
-    """How often something runs in a step.
-
-    Attributes:
-      forwards: without what the backward pass runs again.
-      backwards: with it.
-    """
-
-    forwards: float
-    backwards: float
 
 
 def layer(
     out: Communication,
     step: StepSizes,
     kind: str,
-    weights: Iterable[ModelWeight],
+    weights: Iterable[PlacedWeight],
     plan: RematPlan,
     times: Times,
     *,
@@ -61,8 +47,8 @@ def layer(
         _mlp(out, step, step.run.model.intermediate_size, times, again, rerun if inner else 0.0, "mlp")
     else:
         _moe(out, step, plan, times, again, inner)
-        exchange(out, step, plan, times.forwards, times.backwards, inner)
-    weight_uses(out, step, weights, Times(times.forwards, times.backwards if plan.everything else times.backwards))
+        exchange(out, step, plan, times, inner)
+    weight_uses(out, step, weights, times)
 
 
 def _attention(out: Communication, step: StepSizes, times: Times, again: float, rerun: float) -> None:
@@ -70,7 +56,16 @@ def _attention(out: Communication, step: StepSizes, times: Times, again: float, 
     out.gather(TENSOR, x, dtype, times.forwards + again, "attention")
     out.sum_split(TENSOR, x, dtype, times.forwards + rerun, "attention")
     out.gather(TENSOR, x, dtype, times.backwards, "transpose/attention")
-    out.sum_split(TENSOR, _QKV_SUMS * x, dtype, times.backwards, "transpose/attention")
+    if step.kv_heads_split:
+        out.sum_split(TENSOR, _QKV_SUMS * x, dtype, times.backwards, "transpose/attention")
+        return
+    # Fewer kv heads than shards: keys and values are whole on each, and so are their cotangents, once each head's are brought
+    # together.
+    model = step.run.model
+    out.sum_split(TENSOR, x, dtype, times.backwards, "transpose/attention")
+    kv = step.tokens * model.num_key_value_heads * model.head_dim
+    heads = ("outer", model.num_key_value_heads)
+    out.add("all-gather", TENSOR, 2 * kv, dtype, times.backwards, "transpose/attention/reshape", heads)
 
 
 def _mlp(
@@ -80,7 +75,7 @@ def _mlp(
     x, dtype = step.stream, step.dtype
     if not shared:
         out.gather(TENSOR, x, dtype, times.forwards + again, scope)
-    out.sum_split(TENSOR, x, dtype, times.forwards + rerun, scope)
+    out.sum_split(TENSOR, x, dtype, times.finished + rerun, scope)
     out.gather(TENSOR, x, dtype, times.backwards, f"transpose/{scope}")
     out.sum_split(TENSOR, x, dtype, times.backwards, f"transpose/{scope}")
     # The gradient of gate_up flattens [2, F] of its cotangent, which joins the parts of F: all of it comes to each device.
@@ -94,10 +89,16 @@ def _moe(out: Communication, step: StepSizes, plan: RematPlan, times: Times, aga
     rerun = again if inner and not kept(plan, "residual") else 0.0
     # Whole rows and their routing, for experts and the shared MLP. Run again for what the experts receive, or for the MLP.
     needed = again if moe.num_shared_experts or not kept(plan, "expert_received") else 0.0
+    if plan.everything and step.mesh["expert"] == 1:
+        # Nothing is received, so the experts' rows are taken from the input, which is kept split.
+        needed = times.backwards
     out.gather(TENSOR, x, dtype, times.forwards + needed, "moe/rows")
     for kind in ("s32", "f32", "pred"):
         out.gather(TENSOR, routing, kind, times.forwards + again, "moe/router")
-    out.add("reduce-scatter", TENSOR, x, dtype, times.forwards + rerun, "moe/results")
+    if step.run.moe.capacity_factor is not None:
+        # Places in the experts' queues are counted along whole rows, from a table [n K, E].
+        out.gather(TENSOR, routing * moe.num_experts, "s32", times.forwards + again, "moe/capacity")
+    out.add("reduce-scatter", TENSOR, x, dtype, times.finished + rerun, "moe/results")
     out.gather(TENSOR, x, dtype, times.backwards, "transpose/moe/results")
     out.sum(TENSOR, x, dtype, times.backwards, "transpose/moe/rows")
     out.sum(TENSOR, routing, dtype, times.backwards, "transpose/moe/router")
@@ -105,22 +106,20 @@ def _moe(out: Communication, step: StepSizes, plan: RematPlan, times: Times, aga
         _mlp(out, step, moe.shared_intermediate_size, times, again, rerun, "moe/shared_experts", shared=True)
 
 
-def weight_uses(out: Communication, step: StepSizes, weights: Iterable[ModelWeight], times: Times) -> None:
+def weight_uses(out: Communication, step: StepSizes, weights: Iterable[PlacedWeight], times: Times) -> None:
     """Adds what the use of weights costs: parts brought together (ZeRO 3) in each pass, gradients summed in each backward.
 
     A sum is of the whole gradient even where a device keeps a part of it.
     """
-    for weight in weights:
-        matrix = weight.is_matrix
+    for each in weights:
+        matrix, elements = each.weight.is_matrix, each.used
         dtype = step.dtype if matrix else "f32"
-        elements = step.whole(weight)
-        if over := step.gathered_over(weight):
-            out.gather(over, elements, dtype, times.forwards + times.backwards, "weights")
-        if weight.path.endswith("gate_up") and not weight.is_expert:
+        if each.gathered_over:
+            out.gather(each.gathered_over, elements, dtype, times.forwards + times.backwards, "weights")
+        if each.weight.path.endswith("gate_up") and not each.weight.is_expert:
             # See `_mlp`: its columns are not split over tensor while the gradient is computed.
-            elements = float(weight.size)
-        add = out.sum_split if step.moments_over(weight) else out.sum
-        add(step.summed_over(weight), elements, dtype, times.backwards, "transpose/weights")
-        if not matrix:
-            # Norms and gates see the tokens of a tensor shard alone.
-            out.sum(TENSOR, elements, dtype, times.backwards, "transpose/norms")
+            elements = float(each.weight.size)
+        add = out.sum_split if each.moments_over else out.sum
+        add(each.summed_over, elements, dtype, times.backwards, "transpose/weights")
+        if each.weight.of_split_tokens:
+            out.sum(TENSOR, elements, dtype, times.backwards, "transpose/weights")

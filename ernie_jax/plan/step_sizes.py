@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.remat import RematPlan, remat_plan, remat_within
@@ -13,23 +13,27 @@ from ernie_jax.config.run import RunConfig
 from ernie_jax.config.segments import Segment, segments_of
 from ernie_jax.models.decoder import kinds_of
 from ernie_jax.plan.abstract_layout import abstract_layout
-from ernie_jax.plan.model_weights import ModelWeight, model_weights
-from ernie_jax.sharding import BATCH_AXES, Layout
+from ernie_jax.plan.model_weights import PlacedWeight, model_weights, placed_weights
+from ernie_jax.plan.pipeline_shares import pipelined
+from ernie_jax.sharding import BATCH_AXES
 from ernie_jax.train.state import moment_layout
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Attributes:
-    run, layout: what is planned.
-    moments: layout of moments and of gradients behind their sum.
-    rows: of a microbatch on a device.
-    dtype: of activations and of matrices where they are used, as HLO calls it.
+    """What a step's collectives follow from.
+
+    Attributes:
+      run: what is planned.
+      mesh: axis -> size.
+      weights: all that are trained.
+      rows: of a microbatch on a device.
+      dtype: of activations and of matrices where they are used, as HLO calls it.
     """
 
     run: RunConfig
-    layout: Layout
-    moments: Layout
+    mesh: Mapping[str, int]
+    weights: tuple[PlacedWeight, ...]
     rows: int
     dtype: str
 
@@ -43,12 +47,11 @@ class StepSizes:
         layout = abstract_layout(run)
         rows = math.ceil(run.batch_size / run.parts / layout.axis_size(*BATCH_AXES))
         dtype = "f32" if run.computed_in == "float32" else "bf16"
-        return cls(run, layout, moment_layout(run, layout), rows, dtype)
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Axis -> size."""
-        return dict(self.layout.mesh.shape)
+        found = placed_weights(model_weights(run.model, run.mtp_blocks > 0), layout, moment_layout(run, layout))
+        if run.optimizer.gradient_compression != "none":
+            # The data axis is summed over on its own, behind all microbatches.
+            found = tuple(replace(each, summed_over=tuple(a for a in each.summed_over if a != "data")) for each in found)
+        return cls(run, dict(layout.mesh.shape), found, rows, dtype)
 
     @property
     def tokens(self) -> int:
@@ -66,51 +69,47 @@ class StepSizes:
         return self.mesh["tensor"]
 
     @property
+    def kv_heads_split(self) -> bool:
+        """Whether each tensor shard has kv heads of its own (see `make_layout`)."""
+        return self.run.model.num_key_value_heads >= self.tensor
+
+    @property
     def stages(self) -> int:
         """Pipeline stages."""
         return self.mesh["pipeline"]
 
     @property
-    def batch_shards(self) -> int:
-        """Devices that share a batch."""
-        return self.layout.axis_size(*BATCH_AXES)
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes over which a part of a step is split by the partitioner: with compressed gradients, data shards are apart."""
+        return BATCH_AXES if self.run.optimizer.gradient_compression == "none" else ("expert",)
 
     @property
-    def weights(self) -> tuple[ModelWeight, ...]:
-        """All that are trained."""
-        return model_weights(self.run.model, self.run.mtp_blocks > 0)
+    def batch_shards(self) -> int:
+        """Devices along them."""
+        return math.prod(self.mesh[axis] for axis in self.batch_axes)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Of the decoder."""
         return _segments(self.run.model)
 
+    @property
+    def pipelined(self) -> int:
+        """The segment that is spread over stages."""
+        return pipelined(self.run.model)
+
     def plan_of(self, unit: tuple[str, ...]) -> RematPlan:
         """What the policy keeps of a unit of layers."""
         return remat_plan(remat_within(self.run.remat, kinds_of(unit, self.run.model)))
 
-    def whole(self, weight: ModelWeight) -> float:
-        """Elements of one layer's weight as a device uses it: split over tensor, and experts over their axis, no further."""
-        return weight.share(self.layout, self.mesh, ("tensor", "expert") if weight.is_expert else ("tensor",))
+    def weights_of(self, segment: int, place: int) -> list[PlacedWeight]:
+        """Those of one place of a segment's unit."""
+        return [each for each in self.weights if each.weight.place == (segment, place)]
 
-    def gathered_over(self, weight: ModelWeight) -> tuple[str, ...]:
-        """The batch axes over which a weight is split between uses (ZeRO 3)."""
-        return self._over(weight, self.layout)
-
-    def moments_over(self, weight: ModelWeight) -> tuple[str, ...]:
-        """The batch axes over which its moments are split."""
-        return self._over(weight, self.moments)
-
-    def summed_over(self, weight: ModelWeight) -> tuple[str, ...]:
-        """The batch axes over which its gradient is summed: experts have other tokens on each of theirs already."""
-        return ("data",) if weight.is_expert else BATCH_AXES
-
-    def part(self, weight: ModelWeight, axes: tuple[str, ...]) -> float:
-        """`whole`, split over further mesh axes."""
-        return self.whole(weight) / math.prod(self.mesh[axis] for axis in axes)
-
-    def _over(self, weight: ModelWeight, layout: Layout) -> tuple[str, ...]:
-        return weight.split_over(layout, ("data",) if weight.is_expert else BATCH_AXES)
+    @property
+    def without_zero(self) -> StepSizes:
+        """With weights that are whole where they are used."""
+        return replace(self, weights=tuple(replace(each, gathered_over=(), gathered=1) for each in self.weights))
 
 
 @functools.lru_cache(maxsize=64)
@@ -123,4 +122,21 @@ def kept(plan: RematPlan, tag: str) -> bool:
     return plan.everything or tag in plan.saved or tag in plan.offloaded
 
 
-__all__: list[Any] = ["StepSizes", "kept"]
+@dataclass(frozen=True)
+class Times:
+    """How often something runs in a step.
+
+    Attributes:
+      forwards: without what the backward pass runs again.
+      backwards: with it.
+      unread: of the forwards, those whose result nobody reads, which are not finished.
+    """
+
+    forwards: float
+    backwards: float
+    unread: float = 0.0
+
+    @property
+    def finished(self) -> float:
+        """Forwards with a result."""
+        return self.forwards - self.unread

@@ -5,13 +5,12 @@ R layers of a stack, v chunks of C places a stage, D model. Between steps the st
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from ernie_jax.parallel.compressed import Sparse, make_compression
 from ernie_jax.plan.communication import Communication
 from ernie_jax.plan.model_weights import ModelWeight
 from ernie_jax.plan.pipeline_shares import stage_plan
 from ernie_jax.plan.step_sizes import StepSizes
-from ernie_jax.train.stages import pipelined_segment
+from ernie_jax.train.state import LEAST_COMPRESSED
 
 STAGES = ("pipeline",)
 
@@ -20,50 +19,63 @@ def updated(out: Communication, step: StepSizes) -> None:
     """Adds what brings new weights to where they are used: with ZeRO 1 each device has updated those of its moments."""
     if step.run.mesh.zero != 1:
         return
-    for weight in step.weights:
-        over = step.moments_over(weight)
-        elements = step.whole(weight) * weight.layers / (step.stages if weight.is_matrix else 1)
-        out.gather(over, elements, "f32", 1, "update")
-        if weight.is_matrix and step.stages > 1:
+    for each in step.weights:
+        if not each.moments_over:
+            continue
+        elements = each.used * each.weight.layers / step.stages
+        out.gather(each.moments_over, elements, "f32", 1, "update")
+        if step.stages > 1:
             # D is split over the batch axes first and over stages within them: parts change places before they are gathered.
-            crossing = tuple(axis for axis in over if step.mesh[axis] > 1)
-            out.add(
-                "collective-permute",
-                (*STAGES, *crossing),
-                step.part(weight, over) * weight.layers / step.stages,
-                "f32",
-                1 if crossing else 0,
-                "update",
-            )
+            out.add("collective-permute", (*STAGES, *each.moments_over), elements / each.moments, "f32", 1, "update")
 
 
 def stage_transfers(out: Communication, step: StepSizes) -> None:
     """Adds what stages exchange once a step: their layers' weights there, gradients back; the ends of the pipeline are on all."""
-    prefix = f"decoder/segments/{pipelined_segment(step.run)}/"
+    prefix = f"decoder/segments/{step.pipelined}/"
     plan = stage_plan(step.run)
     places = plan.virtual_stages * plan.places
-    with_tensor = step.tensor > 1
-    for weight in step.weights:
-        zero = () if with_tensor else step.gathered_over(weight)
-        # Within a stage: whole, with ZeRO 3 and no tensor axis as the batch axes split it.
-        held, sums = step.part(weight, zero), step.part(weight, step.moments_over(weight))
-        if weight.path.startswith(prefix):
-            if not weight.is_matrix:
-                out.gather(STAGES, weight.size * places * step.stages, "f32", 1, "stage_gradients")
-                continue
-            if with_tensor and (over := step.gathered_over(weight)):
-                out.gather(over, step.whole(weight) * places, step.dtype, 1, "stage_weights")
-            out.add("all-to-all", STAGES, held * places, step.dtype, 1, "stage_weights")
-            out.add("all-to-all", STAGES, sums * places, "f32", 1, "stage_gradients")
+    for each in step.weights:
+        weight, held, back = each.weight, each.used / each.gathered, each.used / each.moments
+        staged = weight.path.startswith(prefix)
+        dtype = step.dtype if staged else "f32"
+        if is_vision(weight):
+            continue
+        if step.tensor > 1 and each.gathered_over:
+            # What ZeRO 3 splits is whole in a stage where there is a tensor axis, and from one split to the other the partitioner
+            # knows no way but through the whole of all stages.
+            out.gather((*STAGES, *each.gathered_over), each.used * weight.layers, dtype, 1, "stage_weights")
+        elif weight.is_matrix and not staged:
+            out.gather(STAGES, held * weight.layers, dtype, 1, "stage_weights")
+        elif weight.is_matrix:
+            out.add("all-to-all", STAGES, held * places, dtype, 1, "stage_weights")
+        if not staged:
+            out.sum(STAGES, back * weight.layers, "f32", 1, "stage_gradients")
+        elif weight.is_matrix:
+            out.add("all-to-all", STAGES, back * places, "f32", 1, "stage_gradients")
         else:
-            elements = weight.layers * held
-            if weight.is_matrix:
-                if with_tensor and (over := step.gathered_over(weight)):
-                    out.gather(over, step.whole(weight) * weight.layers, "f32", 1, "stage_weights")
-                out.gather(STAGES, elements, "f32", 1, "stage_weights")
-            out.sum(STAGES, weight.layers * sums, "f32", 1, "stage_gradients")
+            out.gather(STAGES, weight.size * places * step.stages, "f32", 1, "stage_gradients")
 
 
-def of_layers(weights: Iterable[ModelWeight], segment: int, place: int) -> list[ModelWeight]:
-    """Those of one place of a segment's unit."""
-    return [weight for weight in weights if weight.place == (segment, place)]
+def compressed(out: Communication, step: StepSizes) -> None:
+    """Adds the sums of gradients over the data axis, once a step and each device's part of a gradient on its own.
+
+    Rounded ones are sent to those that add them, and the sums to all; of sparse ones, everyone gets everyone's.
+    """
+    config = step.run.optimizer
+    if config.gradient_compression == "none":
+        return
+    compression, devices = make_compression(config.gradient_compression, config.gradient_fraction), step.mesh["data"]
+    for each in step.weights:
+        size = round(each.used * each.weight.layers)
+        if size < LEAST_COMPRESSED:
+            out.sum(("data",), size, "f32", 1, "compressed_sum")
+        elif isinstance(compression, Sparse):
+            out.gather(("data",), compression.bytes(size, devices) / 4, "u32", 1, "compressed_sum")
+        else:
+            out.add("all-to-all", ("data",), compression.bytes(size, devices) / 2, "u8", 1, "compressed_sum")
+            out.gather(("data",), compression.bytes(size, devices) / 2, "u8", 1, "compressed_sum")
+
+
+def is_vision(weight: ModelWeight) -> bool:
+    """Whether it belongs to the vision tower or the resampler, which are in no stage."""
+    return weight.path.startswith(("vision_tower/", "resampler/"))

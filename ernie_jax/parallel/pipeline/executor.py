@@ -229,7 +229,8 @@ class _Runner:
                 return jax.lax.dynamic_index_in_dim(waiting, row["forward_slot"], keepdims=False), sums
 
             x, sums = jax.lax.cond(row["forward_slot"] < 0, from_tokens, from_slot, sums)
-            y, loss, statistics = self._middle(x, item, chunk)
+            with jax.named_scope("stage_forward"):
+                y, loss, statistics = self._middle(x, item, chunk)
             sums = replace(sums, loss=sums.loss + loss, statistics=_add_at(sums.statistics, chunk, statistics))
 
             def behind(sums: PipelineSums) -> PipelineSums:
