@@ -15,12 +15,12 @@ from ernie_jax.plan.links import collective_seconds
 from ernie_jax.plan.operations import (
     CPU_LAYER_FLOPS,
     CPU_MEETING_FLOPS,
-    CPU_STAGE_LOOPS,
     EXPERT_SKEW,
     UPDATE_BYTES,
     ShardSizes,
     StepWork,
     cpu_seconds,
+    stage_loops,
 )
 from ernie_jax.plan.overlap import HIDDEN_WEIGHTS
 from ernie_jax.plan.stage_time import formula_seconds
@@ -74,7 +74,7 @@ class Bounds:
         work = [passes / way.pipeline + (looped + sends * way.virtual_stages) / m] * way.pipeline
         work[-1] += costs.head
         if topology.platform == "cpu":
-            step = m * sum(work) / way.pipeline * (1 + CPU_STAGE_LOOPS if way.pipeline > 1 else 1)
+            step = m * sum(work) / way.pipeline * (1 + stage_loops(way.run(self.task, "full"), topology.platform))
         else:
             step = formula_seconds(work, m, way.virtual_stages)
         sizes = self._sizes(mesh, way.zero)

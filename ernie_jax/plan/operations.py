@@ -23,6 +23,7 @@ from ernie_jax.nn.attention_kernels import choose_implementation
 from ernie_jax.plan.topology import Topology
 from ernie_jax.train.flops import patch_parameters
 from ernie_jax.train.remat_prediction import StepShape
+from ernie_jax.train.stages import pipelined_segment
 
 # Assumed: with the router's bias settled the fullest device of an expert group has 1 / 0.92 of the mean load.
 EXPERT_SKEW = 1 / 0.92
@@ -31,15 +32,16 @@ EXPERT_SKEW = 1 / 0.92
 UPDATE_BYTES = 44
 _FLOAT = 4
 # On CPU the buffers of the experts are passed over about so often as often as the operations need: fills, masks and transposes are
-# loops of their own. Fitted, with the two below, to processor time of nine meshes of the quick start (`bench.py plan`).
+# loops of their own. Fitted, with the two below, to processor time of meshes of the quick start (`bench.py plan`).
 CPU_BUFFER_PASSES = 2.5
 # What a collective costs on fake devices beyond its copies, and (assumed) the start of a layer's pass: as FLOPs of a product on one
 # of eight devices, since both slow down as the cores do. Eight threads meet in each collective, on cores that all share.
 CPU_MEETING_FLOPS = 1.7e7
 CPU_LAYER_FLOPS = 1e7
-# What the passes of a pipeline took on CPU beyond their operations, as a share of these: loops with branches in them copy what they
-# carry. Fitted to the one mesh with stages among the nine; those of docs/performance.md took between 0 and this.
-CPU_STAGE_LOOPS = 0.2
+# What the passes of a pipeline took on CPU beyond their operations, as a share of these, where its chunks have unequal numbers of
+# layers, which then run under branches. Fitted to five meshes of two stages with three layers; those of equal chunks in
+# docs/performance.md took nothing more.
+CPU_UNEVEN_STAGES = 0.5
 
 
 def cpu_seconds(topology: Topology, flops: float) -> float:
@@ -304,3 +306,10 @@ def weight_groups(run: RunConfig) -> dict[str, float]:
         tower += v.depth * (4 * v.hidden_size**2 + 2 * v.hidden_size * v.intermediate_size)
         vision = tower + 5 * merged**2 + merged * d
     return {"dense": float(dense), "experts": float(experts), "vision": float(vision)}
+
+
+def stage_loops(run: RunConfig, platform: str) -> float:
+    """Share by which the passes of a pipeline take longer than their operations; see `CPU_UNEVEN_STAGES`."""
+    chunks = run.mesh.pipeline * run.pipeline.virtual_stages
+    repeats = segments_of(run.model)[pipelined_segment(run)].repeats
+    return CPU_UNEVEN_STAGES if platform == "cpu" and repeats % chunks else 0.0

@@ -24,13 +24,13 @@ from ernie_jax.plan.abstract_layout import abstract_layout
 from ernie_jax.plan.hlo import CollectiveUse
 from ernie_jax.plan.operations import (
     CPU_LAYER_FLOPS,
-    CPU_STAGE_LOOPS,
     EXPERT_SKEW,
     UPDATE_BYTES,
     Operation,
     ShardSizes,
     StepWork,
     cpu_seconds,
+    stage_loops,
 )
 from ernie_jax.plan.overlap import CommunicationTime, communication
 from ernie_jax.plan.stage_time import StageCosts, layers_of_stages, pipeline_seconds
@@ -140,8 +140,7 @@ def predict_time(
     layers = _Layers.of(work, topology)
     parts = layers.step_parts()
     passes = sum(part.seconds for part in parts)
-    if cpu and run.mesh.pipeline > 1:
-        parts += [TimePart("loops of stages", CPU_STAGE_LOOPS * passes, "compute")]
+    parts += [TimePart("loops of stages", stage_loops(run, topology.platform) * passes, "compute")]
     hidden = _hidden(network, passes)
     exposed_in_loop = sum(each.in_loop - hidden.get(id(each), 0.0) for each in network)
     bubble = 0.0 if cpu else _bubble(layers, passes, exposed_in_loop)
