@@ -23,6 +23,7 @@ from ernie_jax.nn.attention_kernels import choose_implementation
 from ernie_jax.plan.topology import Topology
 from ernie_jax.train.flops import patch_parameters
 from ernie_jax.train.remat_prediction import StepShape
+from ernie_jax.train.stages import pipelined_segment
 
 # Assumed: with the router's bias settled the fullest device of an expert group has 1 / 0.92 of the mean load.
 EXPERT_SKEW = 1 / 0.92
@@ -30,6 +31,22 @@ EXPERT_SKEW = 1 / 0.92
 # both moments and written; the norm reads the gradient once more. 11 numbers a parameter.
 UPDATE_BYTES = 44
 _FLOAT = 4
+# On CPU the buffers of the experts are passed over about so often as often as the operations need: fills, masks and transposes are
+# loops of their own. Fitted, with the two below, to processor time of meshes of the quick start (`bench.py plan`).
+CPU_BUFFER_PASSES = 2.5
+# What a collective costs on fake devices beyond its copies, and (assumed) the start of a layer's pass: as FLOPs of a product on one
+# of eight devices, since both slow down as the cores do. Eight threads meet in each collective, on cores that all share.
+CPU_MEETING_FLOPS = 1.7e7
+CPU_LAYER_FLOPS = 1e7
+# What the passes of a pipeline took on CPU beyond their operations, as a share of these, where its chunks have unequal numbers of
+# layers, which then run under branches. Fitted to five meshes of two stages with three layers; those of equal chunks in
+# docs/performance.md took nothing more.
+CPU_UNEVEN_STAGES = 0.5
+
+
+def cpu_seconds(topology: Topology, flops: float) -> float:
+    """Seconds of an overhead that is stated in FLOPs; 0 but for fake CPU devices."""
+    return flops / topology.peak("float32") if topology.platform == "cpu" else 0.0
 
 
 @dataclass(frozen=True)
@@ -125,28 +142,32 @@ class StepWork:
         n, t, d, dim = s.tokens, s.tensor, model.head_dim, model.hidden_size
         heads, kv = model.num_attention_heads, max(model.num_key_value_heads, t)
         part = "attention"
-        chosen = choose_implementation(
-            self.compute.attention,
-            query_length=self.run.seq_len,
-            backend=self.platform,
-            chunk_from=self.compute.attention_chunk_from,
-            dtype=self.dtype,
-        )
-        length = self.run.seq_len
-        # The other kernels skip what a causal row does not see, in whole tiles.
-        tile = min(self.compute.attention_chunk, length)
-        met = length if chosen == "dense" else tile * (math.ceil(length / tile) + 1) / 2
+        met, passed = self._scores(self.run.seq_len)
         operands = n * d * (2 * heads + 2 * kv) / t * s.width
-        # Written and read: scores and probabilities in float32. Tiles stay in a core's cache or registers.
-        scores = n * heads * met / t * 4 * _FLOAT if chosen == "dense" else 0
         # The norm, the rotation and the residual: each number is read and written about five times, over `tensor` split.
         plain = 10 * n * dim / t * s.width
         return [
             self._product(part, n, dim, d * (heads + 2 * kv), t),
-            Operation(part, 4 * n * met * heads * d / t, operands + scores, self.dtype),
+            Operation(part, 4 * n * met * heads * d / t, operands + n * passed * heads / t, self.dtype),
             self._product(part, n, heads * d, dim, t),
             Operation(part, 0, plain, self.dtype),
         ]
+
+    def _scores(self, length: int) -> tuple[float, float]:
+        """(scores that the kernel computes for a query among `length`, bytes of them that pass through memory for each head)."""
+        chosen = choose_implementation(
+            self.compute.attention,
+            query_length=length,
+            backend=self.platform,
+            chunk_from=self.compute.attention_chunk_from,
+            dtype=self.dtype,
+        )
+        if chosen == "chunked":
+            # By tiles, without those behind a causal row. In a tower the tiles of an image's own frame are about as many.
+            tile = min(self.compute.attention_chunk, length)
+            return tile * (math.ceil(length / tile) + 1) / 2, 0.0
+        # Written and read: scores and probabilities in float32; of cuDNN the mask alone, which it takes as a bias of 16 bits.
+        return length, length * (4 * _FLOAT if chosen == "dense" else 2)
 
     def _dense_mlp(self, width: int, part: str = "dense MLPs") -> list[Operation]:
         n, t, dim, w = self.shape.tokens, self.shape.tensor, self.run.model.hidden_size, self.shape.width
@@ -168,8 +189,12 @@ class StepWork:
         if moe.vision_intermediate_size is not None:
             found += self._experts(moe.vision_intermediate_size, vision)
         # Rows are written to the buckets, gathered by expert, and the same on their way back.
-        filled = 2 * (s.sent + s.rows) + 2 * self._real_rows
+        filled = 2 * (s.sent + s.rows) * self._buffer_passes + 2 * self._real_rows
         return [*found, Operation("experts", 0, filled * dim * s.width, self.dtype)]
+
+    @property
+    def _buffer_passes(self) -> float:
+        return CPU_BUFFER_PASSES if self.platform == "cpu" else 1.0
 
     @property
     def _real_rows(self) -> float:
@@ -187,9 +212,9 @@ class StepWork:
         found = []
         for inner, outer in ((dim, 2 * width / t), (width / t, dim)):
             weights = own * inner * outer
-            acts = (rows * inner + s.rows * outer) * s.width
+            acts = (rows * inner + s.rows * outer * self._buffer_passes) * s.width
             found.append(Operation("experts", 2 * rows * inner * outer, weights * self._weight_bytes + acts, dtype, weights))
-        return [*found, Operation("experts", 0, 3 * s.rows * width / t * s.width, self.dtype)]
+        return [*found, Operation("experts", 0, 3 * s.rows * width / t * self._buffer_passes * s.width, self.dtype)]
 
     def head(self) -> list[Operation]:
         """Embedding, final norm, logits and loss with their gradients, and the blocks of multi-token prediction, which make
@@ -215,10 +240,9 @@ class StepWork:
             return []
         dim, w = vision.hidden_size, self.shape.width
         weights = patch_parameters(model)
-        met = self.compute.attention_chunk * 2 if self.shape.vision_chunked else patches
-        met = min(met, patches)
+        met, passed = self._scores(patches)
         acts = vision.depth * patches * (12 * dim + 2 * vision.intermediate_size) * w
-        scores = 0 if self.shape.vision_chunked else vision.depth * patches * met * vision.num_heads * 4 * _FLOAT
+        scores = vision.depth * patches * passed * vision.num_heads
         traffic = weights * self._weight_bytes + acts + scores
         flops = 2 * patches * weights + vision.depth * 4 * patches * met * dim
         return [Operation("vision", flops, traffic, self.dtype, weights)]
@@ -282,3 +306,10 @@ def weight_groups(run: RunConfig) -> dict[str, float]:
         tower += v.depth * (4 * v.hidden_size**2 + 2 * v.hidden_size * v.intermediate_size)
         vision = tower + 5 * merged**2 + merged * d
     return {"dense": float(dense), "experts": float(experts), "vision": float(vision)}
+
+
+def stage_loops(run: RunConfig, platform: str) -> float:
+    """Share by which the passes of a pipeline take longer than their operations; see `CPU_UNEVEN_STAGES`."""
+    chunks = run.mesh.pipeline * run.pipeline.virtual_stages
+    repeats = segments_of(run.model)[pipelined_segment(run)].repeats
+    return CPU_UNEVEN_STAGES if platform == "cpu" and repeats % chunks else 0.0

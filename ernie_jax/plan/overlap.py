@@ -24,13 +24,11 @@ from dataclasses import dataclass
 from ernie_jax.config.run import RunConfig
 from ernie_jax.plan.hlo import CollectiveUse
 from ernie_jax.plan.links import COLLECTIVES, Group, collective_seconds, group_along
-from ernie_jax.plan.operations import EXPERT_SKEW
+from ernie_jax.plan.operations import CPU_MEETING_FLOPS, EXPERT_SKEW, cpu_seconds
 from ernie_jax.plan.topology import Topology
 from ernie_jax.sharding.mesh import MESH_AXES
 
 HIDDEN_WEIGHTS = 0.8
-# XLA:CPU makes fake devices meet in a thread pool: a collective costs so much beyond its copies, whatever its size.
-CPU_MEETING = 1.5e-4
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,10 @@ def communication(
         purpose = purpose_of(use)
         total = sums.setdefault((use.axis, purpose), [0.0, 0.0])
         total[0 if _loops(run, use) else 1] += use.count * _seconds(run, topology, mesh_shape, use)
-    found = [CommunicationTime(*key, *value, _hideable(run, topology, key[1])) for key, value in sums.items()]
+    found = [
+        CommunicationTime(axis, purpose, in_loop, once, _hideable(run, topology, purpose))
+        for (axis, purpose), (in_loop, once) in sums.items()
+    ]
     return sorted(found, key=lambda each: -(each.in_loop + each.once))
 
 
@@ -99,7 +100,7 @@ def _seconds(run: RunConfig, topology: Topology, mesh_shape: Mapping[str, int], 
     if use.kind == "ragged-all-to-all":
         size *= _filled(run, use.devices)
     axes = tuple(names.split("+")) if names not in ("", "?") else MESH_AXES
-    meeting = CPU_MEETING if topology.platform == "cpu" else 0.0
+    meeting = cpu_seconds(topology, CPU_MEETING_FLOPS)
     if not part and names != "?":
         return meeting + collective_seconds(topology, mesh_shape, use.kind, axes, size)
     whole = group_along(topology, mesh_shape, axes)

@@ -37,7 +37,7 @@ class Plan:
       choice: the fastest candidate that fits, None where nothing does.
       alternatives: runners-up of other meshes, best first, then faster ones that do not fit; where nothing fits, nearest misses,
         least memory first.
-      collectives: of the choice (or the nearest miss), summed by kind, axis and format, most bytes first.
+      collectives: of a device of the middle stage of the choice (or the nearest miss), summed by kind, axis and format.
       considered: all candidates that were looked at closely.
       budget: bytes of a device that a step may take.
       ways: how many ways there are to spread the step; those not considered were estimated slower, or cannot hold its state.
@@ -172,7 +172,7 @@ def _plan(name: str, topology: Topology, found: Found, budget: float, task: Task
         alternatives += _of_different_meshes(faster, set())[:3]
         advice = ""
     shown = choice or alternatives[0]
-    uses = summed(predict_collectives(shown.run, topology.platform))
+    uses = summed(predict_collectives(shown.run, topology.platform, stage=shown.run.mesh.pipeline // 2))
     return Plan(name, topology, choice, tuple(alternatives), tuple(uses), found.considered, budget, found.ways, advice)
 
 

@@ -28,7 +28,7 @@ from ernie_jax.train.remat_prediction import StepShape, extra_flops
 
 # Estimates leave recomputation out and are rough otherwise: what is estimated beyond this is not looked at.
 SLACK = 1.6
-MOST_LOOKED_AT = 240
+MOST_LOOKED_AT = 160
 Say = Callable[[str], None]
 
 
@@ -93,7 +93,9 @@ def look(task: Task, topology: Topology, budget: float, way: Way) -> Candidate |
             if needed.bytes <= budget:
                 run, memory = other, needed
                 break
-    time = predict_time(run, topology, predict_collectives(run, topology.platform))
+    # A stage in the middle is like most of them.
+    uses = predict_collectives(run, topology.platform, stage=run.mesh.pipeline // 2)
+    time = predict_time(run, topology, uses)
     return Candidate(run, memory, time, fits)
 
 

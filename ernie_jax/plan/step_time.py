@@ -11,7 +11,7 @@
 - Fake CPU devices share the cores: a stage that waits costs nothing there, and the mean load of experts counts. The formulas for
   CPU rank meshes; they are not meant to tell seconds.
 
-Not in it: reading the batch, saving checkpoints, the host's time to start kernels (but on CPU, where it is `CPU_OPERATION`).
+Not in it: reading the batch, saving checkpoints, the host's time to start kernels (but on CPU, where it is `CPU_LAYER_FLOPS`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from dataclasses import dataclass
 from ernie_jax.config.run import RunConfig
 from ernie_jax.plan.abstract_layout import abstract_layout
 from ernie_jax.plan.hlo import CollectiveUse
-from ernie_jax.plan.operations import EXPERT_SKEW, UPDATE_BYTES, Operation, ShardSizes, StepWork
+from ernie_jax.plan.operations import (
+    CPU_LAYER_FLOPS,
+    EXPERT_SKEW,
+    UPDATE_BYTES,
+    Operation,
+    ShardSizes,
+    StepWork,
+    cpu_seconds,
+    stage_loops,
+)
 from ernie_jax.plan.overlap import CommunicationTime, communication
 from ernie_jax.plan.stage_time import StageCosts, layers_of_stages, pipeline_seconds
 from ernie_jax.plan.topology import Topology
@@ -30,8 +39,6 @@ from ernie_jax.train.flops import ModelCost
 from ernie_jax.train.remat_prediction import StepShape, extra_flops
 
 KINDS = ("compute", "exposed", "bubble", "hidden")
-# Of a layer's pass on one fake device: programs of hundreds of small kernels, started one by one on cores that all share.
-CPU_OPERATION = 1e-3
 _GRADIENT_SUM_BYTES = 12  # a float32 sum and what is added to it, read, and the sum written
 
 
@@ -133,6 +140,7 @@ def predict_time(
     layers = _Layers.of(work, topology)
     parts = layers.step_parts()
     passes = sum(part.seconds for part in parts)
+    parts += [TimePart("loops of stages", stage_loops(run, topology.platform) * passes, "compute")]
     hidden = _hidden(network, passes)
     exposed_in_loop = sum(each.in_loop - hidden.get(id(each), 0.0) for each in network)
     bubble = 0.0 if cpu else _bubble(layers, passes, exposed_in_loop)
@@ -205,7 +213,7 @@ class _Layers:
             sum(op.seconds(topology) for op in work.head()),
             sum(op.seconds(topology) for op in tower),
             sum(op.backward.seconds(topology) for op in tower),
-            CPU_OPERATION if topology.platform == "cpu" else 0.0,
+            cpu_seconds(topology, CPU_LAYER_FLOPS),
         )
 
     @property
@@ -255,8 +263,8 @@ class _Layers:
         # The forward of the last virtual stage is the beginning of its backward.
         saved, forward[last] = forward[last], 0.0
         scale = 1 + exposed * self.run.mesh.pipeline / (sum(forward) + sum(backward))
-        costs = (tuple(cost * scale for cost in costs) for costs in (forward, backward))
-        return StageCosts(self.run.mesh.pipeline, *costs, saved=saved)
+        stages = self.run.mesh.pipeline
+        return StageCosts(stages, tuple(f * scale for f in forward), tuple(b * scale for b in backward), saved)
 
 
 def _by_part(topology: Topology, ops: Sequence[Operation]) -> dict[str, float]:

@@ -18,7 +18,10 @@ from ernie_jax.plan.topologies import topology_named
 from ernie_jax.testing import tiny_moe
 from ernie_jax.train.gradients import check_batch_size
 
-KEYS = "mesh schedule remat fits memory_gib memory step_time_s tokens_per_s mfu collectives alternatives".split()
+KEYS = {
+    *("mesh", "schedule", "remat", "fits", "memory_gib", "memory"),
+    *("step_time_s", "tokens_per_s", "mfu", "collectives", "alternatives"),
+}
 NODE = topology_named("h100:8")
 
 
@@ -131,7 +134,7 @@ def test_nothing_fits():
 
 def test_json_is_what_was_promised(quickstart):
     found = quickstart.to_json()
-    assert set(KEYS) <= found.keys() and found["fits"] is True
+    assert found.keys() >= KEYS and found["fits"] is True
     assert math.prod(found["mesh"].values()) == 8 and list(found["mesh"]) == ["pipeline", "data", "expert", "tensor"]
     assert sum(found["memory"].values()) == pytest.approx(found["memory_gib"], abs=1e-2)
     assert found["tokens_per_s"] == pytest.approx(64 * 512 / found["step_time_s"])
