@@ -73,8 +73,8 @@ def look_up_backward(out: Communication, step: StepSizes, times: float) -> None:
 def look_up_in_stage(out: Communication, step: StepSizes, forwards: float, backwards: float) -> None:
     """Adds look-ups of a pipeline's first stage, and gradients of the table.
 
-    There tokens and table are constrained: each tensor shard looks up all tokens in its rows. The gradient adds the cotangents of
-    all tokens on each device, or without tensor shards only the columns of them that ZeRO keeps there.
+    There tokens and table are constrained: each tensor shard looks up all tokens in its rows, and the gradient adds the cotangents
+    of all tokens on each device. Without tensor shards both concern only the columns that ZeRO keeps on a device.
     """
     x, tokens = step.stream, step.tokens * step.batch_shards
     out.sum_split(TENSOR, x, step.dtype, forwards, "embed")
@@ -85,7 +85,10 @@ def look_up_in_stage(out: Communication, step: StepSizes, forwards: float, backw
     else:
         out.gather(step.batch_axes, tokens * step.run.model.hidden_size, step.dtype, backwards, "transpose/embed")
     out.gather(step.batch_axes, tokens, "s32", backwards, "transpose/embed")
-    out.gather(table.gathered_over, table.used, "f32", forwards, "embed")
+    if step.tensor == 1 and table.gathered > 1:
+        out.add("all-to-all", step.batch_axes, x, step.dtype, forwards, "embed")
+    else:
+        out.gather(table.gathered_over, table.used, "f32", forwards, "embed")
 
 
 def head(out: Communication, step: StepSizes, times: float) -> None:

@@ -63,7 +63,8 @@ def test_the_number_of_fake_devices_replaces_another(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("devices", "dimensions", "shape"), [(64, 3, (4, 4, 4)), (512, 3, (8, 8, 8)), (256, 2, (16, 16)), (128, 2, (8, 16)), (8, 3, (2, 2, 2))]
+    ("devices", "dimensions", "shape"),
+    [(64, 3, (4, 4, 4)), (512, 3, (8, 8, 8)), (256, 2, (16, 16)), (128, 2, (8, 16)), (8, 3, (2, 2, 2))],
 )
 def test_slices_are_as_even_as_they_can_be(devices, dimensions, shape):
     assert slice_shape(devices, dimensions) == shape
@@ -79,4 +80,3 @@ def test_descriptions_of_cards_are_found_between_other_bytes():
     found = parse_target_configs(b"\x00\x7fELF" + text + b"\x00rest" + text.replace(b"H100", b"B200") + b"\xff")
     assert list(found) == ["NVIDIA H100", "NVIDIA B200"]
     assert found["NVIDIA B200"].startswith("gpu_device_info {\n  core_count: 132")
-
