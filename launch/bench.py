@@ -26,6 +26,7 @@ BENCHES = {
     "placement": "balance of devices and nodes before and after experts are moved, on a skewed, drifting stream",
     "precision": "FP8 against bfloat16: loss after some quickstart steps, memory of the compiled step",
     "convergence": "rounded, sparse and two-level communication against plain: loss after some quickstart steps, bytes of a step",
+    "plan": "the planner's choice against running it and others of its candidates on fake devices",
     "device": "the whole set on one GPU: training, prefill, decoding, grouped matmuls; MFU and share of memory bandwidth",
 }
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.parameter import normal, parameter
-from ernie_jax.sharding import constrain, constrain_in_stage
+from ernie_jax.sharding import constrain, constrain_in_stage, current_layout
 
 
 class Embedding(nnx.Module):
@@ -25,9 +25,12 @@ class Embedding(nnx.Module):
         # Every tensor shard looks all tokens up in its rows, and only the sum is split along the sequence. Left to itself the
         # partitioner shuffles tokens between shards first, by a permutation that on CPU waits for all devices, other stages' too.
         input_ids = constrain_in_stage(input_ids, "batch", "full_sequence")
-        # Rows whole, and so in the backward pass: where ZeRO keeps a table's gradient split along both axes, the partitioner of
-        # jax 0.10 ends the process over the scatter that adds to it.
-        table = constrain_in_stage(self.embedding[...], "vocab", None)
+        table, layout = self.embedding[...], current_layout()
+        if layout is not None and layout.shards("vocab") > 1:
+            # Rows whole, and so in the backward pass: where ZeRO keeps a table's gradient split along both axes, the partitioner of
+            # jax 0.10 ends the process over the scatter that adds to it. Split along rows alone it is better left free: each
+            # shard is then sent its columns of all tokens' cotangents, and not all of them.
+            table = constrain_in_stage(table, "vocab", None)
         vectors = self.dtypes.cast(jnp.take(table, input_ids, axis=0))
         vectors = constrain_in_stage(vectors, "batch", "full_sequence", "activation_embed")
         return constrain(vectors, "batch", "sequence", "activation_embed")

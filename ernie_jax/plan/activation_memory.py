@@ -76,9 +76,7 @@ class LayerSizes:
         backend = "chunked" if shape.chunked else "fused" if fused and run.attention in ("auto", "cudnn") else "dense"
         scores = n * model.num_attention_heads / t * run.seq_len if backend == "dense" else 0.0
         on_cpu = platform == "cpu"
-        return cls(
-            shape, model, gathered / t, gathered, query, value, scores, FLOAT if on_cpu else shape.width, on_cpu, backend
-        )
+        return cls(shape, model, gathered / t, gathered, query, value, scores, FLOAT if on_cpu else shape.width, on_cpu, backend)
 
     def mlp_width(self, kind: str) -> int:
         """I of a dense layer, S of a layer of experts (0 without shared ones)."""

@@ -105,9 +105,7 @@ def _slots(schedule: str, stages: int, microbatches: int, virtual: int) -> tuple
     return rows.slots, rows.cotangent_slots
 
 
-def edge_moments(
-    run: RunConfig, sizes: LayerSizes, layout: Layout, segments: Iterable[Segment], spread: int
-) -> list[Bytes]:
+def edge_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, segments: Iterable[Segment], spread: int) -> list[Bytes]:
     """The backward pass of the layers before and behind those that are spread, as the first and the last stage run it."""
     found: list[Bytes] = []
     for number, segment in enumerate(segments):

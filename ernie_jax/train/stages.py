@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -35,6 +36,14 @@ def pipelined_segment(run: RunConfig) -> int:
     """Which segment of the decoder is spread over the stages: the one with most layers, the first of equals."""
     segments = segments_of(run.model)
     return max(range(len(segments)), key=lambda i: (segments[i].repeats * len(segments[i].unit), -i))
+
+
+def cast_for_stages(path: str, ndim: int) -> bool:
+    """Whether a weight is brought to the stages in the compute format: matrices of layers, which are used in no other.
+
+    Embedding and head stay float32: the gradient of several uses is added up in the format of the weight.
+    """
+    return path.startswith(("decoder/segments/", "mtp/")) and ndim > 2 and "router" not in path
 
 
 @dataclass(frozen=True)
@@ -79,15 +88,24 @@ class ModelStages:
         tower = {path: value for path, value in values.items() if path.startswith(_OF_TOWER)}
         edges, stages = {}, {}
         for path, value in values.items():
+            if path in tower:
+                continue
+            if cast_for_stages(path, value.ndim):
+                # A layer would do so where it uses it; here it halves what is sent and held.
+                value = self.dtypes.cast(value)
+            kept = value.dtype
+            # XLA:CPU would send 16-bit floats as float32.
+            bits = jax.lax.bitcast_convert_type(value, jnp.uint16) if kept.itemsize == 2 else value
+            # Where it is kept, but for what ZeRO has split and stages have whole: from one split straight to the other the
+            # partitioner may know no way but through the whole of all stages, and it would move before the cast.
+            bits = self._constrained(bits, self.layout.spec(self._axes[path]))
             if path.startswith(self.prefix):
-                if value.ndim > 2 and "router" not in path:
-                    # A layer would do so where it uses it; here it halves what is sent.
-                    value = self.dtypes.cast(value)
-                staged = self.plan.to_stages(value)
                 where = PartitionSpec("pipeline", None, None, *self._of_stage(self._axes[path][1:]))
-                stages[path.removeprefix(self.prefix)] = self._constrained(staged, where)
-            elif path not in tower:
-                edges[path] = self._constrained(value, self._of_stage(self._axes[path]))
+                placed = self._constrained(self.plan.to_stages(bits), where)
+                stages[path.removeprefix(self.prefix)] = jax.lax.bitcast_convert_type(placed, kept)
+            else:
+                placed = self._constrained(bits, self._of_stage(self._axes[path]))
+                edges[path] = jax.lax.bitcast_convert_type(placed, kept)
         return StageWeights(edges, stages, tower)
 
     def join(self, gradients: StageWeights, layout: Layout) -> Arrays:

@@ -112,7 +112,7 @@ def run_pipeline(
         runner = _Runner(program, timetable, PipelineInputs(rest[0], *own, *rest[1:]), place, rows.slots, rows.cotangent_slots)
         sums = runner.run({name: value[:, 0] for name, value in columns.items()})
         everywhere = sums.loss, sums.first_report, sums.last_report, sums.edges, sums.features
-        loss, first, last, edges, features = jax.tree.map(lambda a: jax.lax.psum(a, AXIS), everywhere)
+        loss, first, last, edges, features = jax.tree.map(_sum_over_stages, everywhere)
         statistics, active, chunks = jax.tree.map(lambda a: a[None], (sums.statistics, sums.active, sums.stages))
         return PipelineSums(loss, first, last, statistics, active, edges, chunks, features)
 
@@ -131,6 +131,13 @@ def run_pipeline(
         inputs.constants,
         (inputs.edges, inputs.shared, inputs.items, inputs.features, inputs.scale),
     )
+
+
+def _sum_over_stages(value: jax.Array) -> jax.Array:
+    """The sum over stages; 16-bit floats in float32, since XLA:CPU ends the process over their sum along one axis of several."""
+    if value.dtype.itemsize == 2:
+        return jax.lax.psum(value.astype(jnp.float32), AXIS).astype(value.dtype)
+    return jax.lax.psum(value, AXIS)
 
 
 def _at(tree: Tree, index: jax.Array) -> Tree:
@@ -229,7 +236,8 @@ class _Runner:
                 return jax.lax.dynamic_index_in_dim(waiting, row["forward_slot"], keepdims=False), sums
 
             x, sums = jax.lax.cond(row["forward_slot"] < 0, from_tokens, from_slot, sums)
-            y, loss, statistics = self._middle(x, item, chunk)
+            with jax.named_scope("stage_forward"):
+                y, loss, statistics = self._middle(x, item, chunk)
             sums = replace(sums, loss=sums.loss + loss, statistics=_add_at(sums.statistics, chunk, statistics))
 
             def behind(sums: PipelineSums) -> PipelineSums:
