@@ -23,7 +23,7 @@ from ernie_jax.plan.activation_memory import (
 )
 from ernie_jax.plan.state_memory import Weight, elements, trained_of
 from ernie_jax.plan.workspace import expert_gradients, expert_moments, loss_bytes
-from ernie_jax.sharding import BATCH_AXES, Layout
+from ernie_jax.sharding import BATCH_AXES, Layout, make_layout
 
 
 def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Layout) -> list[Bytes]:
@@ -50,12 +50,16 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
         between.update(parts(collectives=run.model.vocab_size * run.model.hidden_size * FLOAT))
     found = [between + loss_bytes(run, sizes, layout)]
     behind = head + embedding_gradient(run, sizes)
-    local = elements(layout)
+    # ZeRO 3 too has the weights of a layer, and their gradient, whole while it runs.
+    used = make_layout(layout.mesh, run.model, "tp_sp")
+    local = elements(used)
     for i in scanned:
         found += [between + behind + moment for moment in unit_backward(run, sizes, layout, segments[i].unit)]
-        # A layer's gradients, of whole weights, before and after their sum over the devices that share them.
-        alone = sum(local(w) for w in trained if w.segment == i and is_shared(w, layout)) / segments[i].repeats
-        found.append(between + behind + parts(collectives=2 * alone * sizes.wide, activations=3 * sizes.stream * sizes.wide))
+        # A layer's gradients, of whole weights, before and after their sum over the devices that share them; a sum that
+        # splits what it adds, which XLA:CPU does not have, leaves only a part of them.
+        copies = 2 if sizes.on_cpu or run.mesh.zero == 0 else 1
+        alone = sum(local(w) for w in trained if w.segment == i and is_shared(w, used)) / segments[i].repeats
+        found.append(between + behind + parts(collectives=copies * alone * sizes.wide, activations=3 * sizes.stream * sizes.wide))
     # The first layers' backward, and the embedding's, with all other gradients there.
     last = carried + summed(trained) + parts(gradients=run.model.vocab_size * run.model.hidden_size * FLOAT)
     found.append(last + parts(activations=2 * sizes.stream * sizes.wide))
@@ -90,9 +94,7 @@ def open_between(run: RunConfig, sizes: LayerSizes, segments: Iterable[Segment])
     return total
 
 
-def unit_backward(
-    run: RunConfig, sizes: LayerSizes, layout: Layout, unit: tuple[str, ...], *, branch: bool = False
-) -> list[Bytes]:
+def unit_backward(run: RunConfig, sizes: LayerSizes, layout: Layout, unit: tuple[str, ...], *, branch: bool = False) -> list[Bytes]:
     """The fullest moments of the backward pass of one repetition of a unit, perhaps behind a branch, beside what is kept."""
     plan = remat_plan(remat_within(run.compute.remat, kinds_of(unit, run.model)))
     opened: Bytes = Counter()
