@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.remat import Remat, remat_plan, remat_within
@@ -49,6 +49,7 @@ class LayerSizes:
       query, value: of q, and of k or v.
       scores: of the attention weights of the dense kernel, 0 without.
       wide: bytes of a number around a product.
+      received: bytes of a number that the exchange brings.
       on_cpu: whether arrays are those of XLA:CPU.
       backend: of attention, `chunked`, `dense` or `fused`.
     """
@@ -61,6 +62,7 @@ class LayerSizes:
     value: float
     scores: float
     wide: int
+    received: float
     on_cpu: bool
     backend: str
 
@@ -76,7 +78,17 @@ class LayerSizes:
         backend = "chunked" if shape.chunked else "fused" if fused and run.attention in ("auto", "cudnn") else "dense"
         scores = n * model.num_attention_heads / t * run.seq_len if backend == "dense" else 0.0
         on_cpu = platform == "cpu"
-        return cls(shape, model, gathered / t, gathered, query, value, scores, FLOAT if on_cpu else shape.width, on_cpu, backend)
+        wide = FLOAT if on_cpu else shape.width
+        # In 8 bits with a scale for 128; of 16 and 32 bits what is kept is widened like all else.
+        received = 1 + FLOAT / 128 if run.moe.exchange_dtype in ("fp8", "int8") else wide
+        return cls(shape, model, gathered / t, gathered, query, value, scores, wide, received, on_cpu, backend)
+
+    def tags(self) -> dict[tuple[str, str], float]:
+        """`tag_bytes` of what was kept of several layers, which XLA:CPU converts before the loop that reads it."""
+        sizes = tag_bytes(self.model, replace(self.shape, width=self.wide))
+        if ("moe", "expert_received") in sizes:
+            sizes["moe", "expert_received"] += self.shape.sent * self.model.hidden_size * (self.received - self.wide)
+        return sizes
 
     def mlp_width(self, kind: str) -> int:
         """I of a dense layer, S of a layer of experts (0 without shared ones)."""
@@ -95,7 +107,7 @@ class LayerSizes:
 
 def everything_bytes(sizes: LayerSizes, kind: str) -> Bytes:
     """What a layer under the policy `none` keeps, inside a scan over several: the residuals of all its operations."""
-    shape, model, w = sizes.shape, sizes.model, sizes.shape.width
+    shape, model, w = sizes.shape, sizes.model, sizes.wide
     t, n = shape.tensor, shape.tokens
     # Each norm: its input and twice that (the gradient of the square) in float32, the normed rows in the compute format, and
     # the scaled rows, gathered where a product over `tensor` takes them.
@@ -116,7 +128,7 @@ def everything_bytes(sizes: LayerSizes, kind: str) -> Bytes:
         activations -= sizes.gathered * w
     moe = model.moe
     assert moe is not None
-    tags = tag_bytes(model, shape)
+    tags = sizes.tags()
     kept = ("expert_sort", "expert_received", "expert_gate_up", "vision_expert_gate_up")
     # The router's input and two arrays of scores in float32, K masks of the chosen, and a dozen numbers a token.
     router = sizes.stream * FLOAT + n / t * (moe.num_experts * (2 * FLOAT + moe.num_experts_per_tok) + 12 * FLOAT)
@@ -131,14 +143,13 @@ def kept_by_unit(sizes: LayerSizes, policy: Remat, unit: Sequence[str]) -> Bytes
         for kind in unit:
             total.update(everything_bytes(sizes, kind))
         return total
-    kept = unit_bytes(sizes.model, sizes.shape, policy, unit)
+    kept = unit_bytes(sizes.model, replace(sizes.shape, width=sizes.wide), policy, unit)
     assert kept is not None
-    tags = tag_bytes(sizes.model, sizes.shape)
+    tags = sizes.tags()
     of_experts = ("router", "expert_sort", "expert_received", "expert_gate_up", "vision_expert_gate_up")
-    dispatch = sum(tags.get((kind, tag), 0) for kind in unit for tag in plan.saved if tag in of_experts)
-    # The norm at the start takes its input as float32, which on CPU is converted for all repetitions before the loop.
-    widened = sizes.stream * (sizes.wide - sizes.shape.width)
-    return parts(activations=kept - dispatch + widened, dispatch=dispatch)
+    found = [(kind, tag) for kind in unit for tag in plan.saved if tag in of_experts and (kind, tag) in tags]
+    plain = tag_bytes(sizes.model, replace(sizes.shape, width=sizes.wide))
+    return parts(activations=kept - sum(plain[key] for key in found), dispatch=sum(tags[key] for key in found))
 
 
 def open_layer(sizes: LayerSizes, *, remade: bool) -> Bytes:

@@ -9,8 +9,10 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from ernie_jax.config.remat import remat_plan, remat_within
 from ernie_jax.config.run import RunConfig
 from ernie_jax.config.segments import Segment, segments_of
+from ernie_jax.models.decoder import kinds_of
 from ernie_jax.parallel.pipeline import StagePlan, make_timetable
 from ernie_jax.plan.activation_memory import FLOAT, INT, Bytes, LayerSizes, kept_by_unit, parts, times
 from ernie_jax.plan.state_memory import Weight, elements, trained_of, weights_of
@@ -44,8 +46,10 @@ def pipeline_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments:
     base = base + sums + waiting_bytes(run, sizes, stages)
     chunk.update(chunk_weights(run, sizes, plan, spread, whole))
     kept = times(plan.places, kept_by_unit(sizes, run.compute.remat, unit))
+    if len(set(plan.counts)) > 1 and remat_plan(remat_within(run.compute.remat, kinds_of(unit, run.model))).everything:
+        kept += kept_by_branches(run, sizes, plan, spread, whole)
     inner = Segment(0, unit, plan.places)
-    between = open_between(run, sizes, [inner]) if plan.places == 1 else kept
+    between = open_between(run, sizes, layout, [inner]) if plan.places == 1 else kept
     found = [base + between + loss_bytes(run, sizes, layout)]
     branch = len(set(plan.counts)) > 1
     found += [base + chunk + kept + moment for moment in unit_backward(run, sizes, layout, unit, branch=branch)]
@@ -64,10 +68,10 @@ def weight_bytes(run: RunConfig, sizes: LayerSizes, plan: StagePlan, spread: int
         if weight.path.startswith(("vision_tower/", "resampler/")):
             continue
         count = whole(weight)
-        if weight.segment != spread:
-            total += count * weight.itemsize
-            continue
         width = _itemsize(weight, sizes)
+        if weight.segment != spread:
+            total += count * width
+            continue
         total += share * count * width
         if sizes.on_cpu and width < FLOAT:
             total += share * count * (width if weight.axes[1] == "expert" else FLOAT)
@@ -88,6 +92,20 @@ def chunk_weights(run: RunConfig, sizes: LayerSizes, plan: StagePlan, spread: in
         if plan.virtual_stages > 1 or (experts and len(set(plan.counts)) > 1 and not bits):
             total += size
     return parts(collectives=total)
+
+
+def kept_by_branches(run: RunConfig, sizes: LayerSizes, plan: StagePlan, spread: int, whole: Count) -> Bytes:
+    """What layers behind a branch keep under the policy `none` beside what others do: the experts' rows, activation and product,
+    and in each layer a copy of the chunk's weights of their first product where they are float32. Of one layer more, what is
+    read back and the zeros of the branch that is not taken."""
+    shape = sizes.shape
+    width = shape.rows * sizes.expert_width() / shape.tensor * sizes.wide
+    rows = shape.rows * run.model.hidden_size * sizes.wide
+    experts = [w for w in weights_of(run) if w.segment == spread and w.cast and w.axes[1] == "expert"]
+    chunk = sum(plan.places / plan.repeats * whole(w) for w in experts) * FLOAT
+    # Gate and up are two thirds of them.
+    weights = chunk * (2 / 3 * (plan.places + 1) + 1) if shape.width == FLOAT else 0
+    return parts(dispatch=plan.places * (rows + 2 * width) + 2 * width, collectives=weights)
 
 
 def waiting_bytes(run: RunConfig, sizes: LayerSizes, stages: int) -> Bytes:

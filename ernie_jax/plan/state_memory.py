@@ -19,6 +19,7 @@ from ernie_jax.config.trainable import trained_paths
 from ernie_jax.models import abstract_model
 from ernie_jax.sharding import BATCH_AXES, Layout, logical_axes, variables_by_path
 from ernie_jax.train.optimizer import is_gate
+from ernie_jax.train.stages import cast_for_stages
 from ernie_jax.train.state import LEAST_COMPRESSED
 
 FLOAT = INT = 4
@@ -49,8 +50,8 @@ class Weight:
 
     @property
     def cast(self) -> bool:
-        """Whether a pipeline brings it to the stages in the compute format: matrices other than routers'."""
-        return len(self.shape) > 2 and "router" not in self.path
+        """Whether a step works with it in the compute format from the beginning, where stages are brought their weights."""
+        return cast_for_stages(self.path, len(self.shape))
 
 
 def weights_of(run: RunConfig) -> tuple[Weight, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ernie_jax.config.remat import remat_plan, remat_within
 from ernie_jax.config.run import RunConfig
@@ -13,7 +14,6 @@ from ernie_jax.plan.activation_memory import (
     FLOAT,
     Bytes,
     LayerSizes,
-    everything_bytes,
     kept_by_unit,
     mlp_backward,
     open_layer,
@@ -21,9 +21,9 @@ from ernie_jax.plan.activation_memory import (
     parts,
     times,
 )
-from ernie_jax.plan.state_memory import Weight, elements, trained_of
-from ernie_jax.plan.workspace import expert_gradients, expert_moments, loss_bytes
-from ernie_jax.sharding import BATCH_AXES, Layout, make_layout
+from ernie_jax.plan.state_memory import Weight, elements, trained_of, weights_of
+from ernie_jax.plan.workspace import expert_gradients, expert_moments, loss_bytes, open_experts
+from ernie_jax.sharding import BATCH_AXES, Layout
 
 
 def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Layout) -> list[Bytes]:
@@ -39,27 +39,20 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
     stacks = summed(w for w in trained if w.segment in scanned)
     # With several microbatches the step's sums too.
     carried = summed(trained) if run.parts > 1 else Counter()
-    embeddings = [w for w in trained if w.path in ("embed/embedding", "lm_head/kernel")]
-    head = summed(embeddings[-1:])
     kept: Bytes = Counter()
     for i in scanned:
         kept.update(times(segments[i].repeats, kept_by_unit(sizes, run.compute.remat, segments[i].unit)))
-    between = open_between(run, sizes, segments) + carried + stacks + kept
-    if run.parts > 1 and sizes.shape.tensor > 1:
-        # The table, brought together once for all microbatches.
-        between.update(parts(collectives=run.model.vocab_size * run.model.hidden_size * FLOAT))
-    found = [between + loss_bytes(run, sizes, layout)]
-    behind = head + embedding_gradient(run, sizes)
-    # ZeRO 3 too has the weights of a layer, and their gradient, whole while it runs.
-    used = make_layout(layout.mesh, run.model, "tp_sp")
-    local = elements(used)
+        kept.update(kept_weights(run, sizes, layout, i))
+    between = open_between(run, sizes, layout, segments) + carried + stacks + kept + brought_once(run, sizes, layout, scanned)
+    further = further_blocks(run, sizes)
+    found = [between + further + moment for moment in (loss_bytes(run, sizes, layout), *forward_moments(run, sizes))]
+    behind = head_gradients(run, sizes, summed) + embedding_gradient(run, sizes)
+    local = elements(layout)
     for i in scanned:
         found += [between + behind + moment for moment in unit_backward(run, sizes, layout, segments[i].unit)]
-        # A layer's gradients, of whole weights, before and after their sum over the devices that share them; a sum that
-        # splits what it adds, which XLA:CPU does not have, leaves only a part of them.
-        copies = 2 if sizes.on_cpu or run.mesh.zero == 0 else 1
-        alone = sum(local(w) for w in trained if w.segment == i and is_shared(w, used)) / segments[i].repeats
-        found.append(between + behind + parts(collectives=copies * alone * sizes.wide, activations=3 * sizes.stream * sizes.wide))
+        # A layer's gradients, of whole weights, before and after their sum over the devices that share them.
+        alone = sum(local(w) for w in trained if w.segment == i and is_shared(w, layout)) / segments[i].repeats
+        found.append(between + behind + parts(collectives=2 * alone * sizes.wide, activations=3 * sizes.stream * sizes.wide))
     # The first layers' backward, and the embedding's, with all other gradients there.
     last = carried + summed(trained) + parts(gradients=run.model.vocab_size * run.model.hidden_size * FLOAT)
     found.append(last + parts(activations=2 * sizes.stream * sizes.wide))
@@ -75,7 +68,71 @@ def is_shared(weight: Weight, layout: Layout) -> bool:
     return layout.axis_size(*(axis for axis in BATCH_AXES if axis not in used)) > 1
 
 
-def open_between(run: RunConfig, sizes: LayerSizes, segments: Iterable[Segment]) -> Bytes:
+def kept_weights(run: RunConfig, sizes: LayerSizes, layout: Layout, segment: int) -> Bytes:
+    """Matrices of a stack in the compute format, which the policy `none` keeps where that is not their own; the experts' are read
+    where they are on CPU."""
+    plan = remat_plan(remat_within(run.compute.remat, kinds_of(segments_of(run.model)[segment].unit, run.model)))
+    if not plan.everything or sizes.shape.width == FLOAT:
+        return Counter()
+    local = elements(layout)
+    cast = [w for w in weights_of(run) if w.segment == segment and w.cast and not (sizes.on_cpu and w.axes[1] == "expert")]
+    return parts(activations=sum(map(local, cast)) * sizes.wide)
+
+
+def brought_once(run: RunConfig, sizes: LayerSizes, layout: Layout, scanned: Sequence[int]) -> Bytes:
+    """What several microbatches need alike is brought together before the first of them: with a tensor axis the table of
+    embeddings, with ZeRO 3 all weights that no scan takes apart."""
+    if run.parts == 1:
+        return Counter()
+    table = run.model.vocab_size * run.model.hidden_size
+    if not splits_weights(layout):
+        return parts(collectives=table * FLOAT if sizes.shape.tensor > 1 else 0)
+    whole = elements(layout, without=BATCH_AXES)
+    outside = [w for w in weights_of(run) if w.segment not in scanned]
+    # Tables are looked up and multiplied in the compute format, other weights multiplied in what products are made of.
+    return parts(collectives=sum(whole(w) * (sizes.wide if w.cast else sizes.shape.width) for w in outside))
+
+
+def splits_weights(layout: Layout) -> bool:
+    """Whether ZeRO 3 has split the weights over the batch axes."""
+    return layout.axis_size(*(axis for axis in layout.rules.mesh_axes("embed") if axis in BATCH_AXES)) > 1
+
+
+def further_blocks(run: RunConfig, sizes: LayerSizes) -> Bytes:
+    """What the blocks of multi-token prediction keep from their forward pass to the loss, and their inputs."""
+    if not run.mtp_blocks:
+        return Counter()
+    block = kept_by_unit(sizes, run.compute.remat, ("dense",))
+    # The two norms before the projection are no part of the layer; the projection's input, the embeddings, and the result.
+    block = times(run.mtp_blocks, block + parts(activations=(6 + 2 + 1 + 1) * sizes.stream * sizes.wide))
+    table = run.model.vocab_size * run.model.hidden_size * FLOAT
+    # Room for each head's gradient and each look-up's is there from the beginning too.
+    return block + parts(gradients=(1 + run.mtp_blocks) * table * (1 + 1 / sizes.shape.tensor))
+
+
+def forward_moments(run: RunConfig, sizes: LayerSizes) -> list[Bytes]:
+    """The forward pass of experts: what is sent and received and a buffer for it, rows, those of width 2 F and a buffer, results. Room for what is kept is
+    there from the beginning, so that with further blocks behind the layers this can be the fullest moment."""
+    if not run.mtp_blocks or not run.model.num_moe_layers:
+        return []
+    width = sizes.shape.rows * sizes.expert_width() / sizes.shape.tensor
+    rows = (2 * sizes.shape.rows + 3 * sizes.shape.sent) * run.model.hidden_size
+    return [parts(dispatch=(rows + 4 * width) * sizes.shape.width)]
+
+
+def head_gradients(run: RunConfig, sizes: LayerSizes, summed: Callable[[Iterable[Weight]], Bytes]) -> Bytes:
+    """Gradients that are there before the layers': of the head, once for each block of multi-token prediction too, and of those
+    blocks. They wait whole for a sum with others over devices, but that of a single tied table in float32."""
+    trained = trained_of(run)
+    tables = [w for w in trained if w.path in ("embed/embedding", "lm_head/kernel")]
+    if not run.mtp_blocks and run.model.tie_word_embeddings and sizes.shape.width == FLOAT:
+        return summed(tables)
+    table = run.model.vocab_size * run.model.hidden_size / sizes.shape.tensor
+    blocks = sum(math.prod(w.shape) for w in trained if w.path.startswith("mtp/")) / sizes.shape.tensor
+    return parts(gradients=((1 + run.mtp_blocks) * table * bool(tables) + blocks) * FLOAT)
+
+
+def open_between(run: RunConfig, sizes: LayerSizes, layout: Layout, segments: Iterable[Segment]) -> Bytes:
     """Of segments of a single unit, which no loop keeps apart: their activations are there from the forward pass on, and where
     they are made again the compiler is free to do so before the backward pass of the layers behind them, and does. Also what
     the embedding gave."""
@@ -90,7 +147,7 @@ def open_between(run: RunConfig, sizes: LayerSizes, segments: Iterable[Segment])
                 # Between tensor shards a product waits for its gathered input, which keeps what is made again in its place.
                 total.update(open_mlp(sizes, kind, remade=not plan.everything))
             if kind == "moe":
-                total.update(parts(dispatch=everything_bytes(sizes, kind)["dispatch"]))
+                total.update(open_experts(sizes) + expert_gradients(run, sizes, layout))
     return total
 
 

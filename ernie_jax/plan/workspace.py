@@ -7,6 +7,7 @@ vocabulary, t tensor shards.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from ernie_jax.config.run import RunConfig
 from ernie_jax.plan.activation_memory import FLOAT, Bytes, LayerSizes, mlp_backward, parts
@@ -24,9 +25,23 @@ def expert_gradients(run: RunConfig, sizes: LayerSizes, layout: Layout) -> Bytes
     t, w = sizes.shape.tensor, sizes.shape.width
     one = 3 * run.model.hidden_size * sizes.expert_width() / t
     own = moe.num_experts / layout.shards("expert")
-    gathered = own * one * w if layout.axis_size(*(a for a in layout.rules.mesh_axes("expert_embed") if a != "pipeline")) > 1 else 0
+    gathered = 0.0
+    axes = [axis for axis in layout.rules.mesh_axes("expert_embed") if axis != "pipeline"]
+    if layout.axis_size(*axes) > 1:
+        gathered = own * one * sizes.wide
+        if sizes.on_cpu and w < FLOAT:
+            # As float32, and those of the second product also as integers.
+            gathered += own * one / 3 * w
     shared = 3 * run.model.hidden_size * sizes.mlp_width("moe") / t * sizes.wide
     return parts(gradients=own * one * w + shared, workspace=one * FLOAT + one * w * 2 / 3, collectives=gathered)
+
+
+def open_experts(sizes: LayerSizes) -> Bytes:
+    """Of experts that no loop keeps apart, like `open_mlp`: rows received, rows by expert and the buffer for their gradients; gate,
+    up, activation, its derivative, product and the buffer for its gradient."""
+    shape = sizes.shape
+    rows = (2 * shape.rows + shape.sent) * sizes.model.hidden_size
+    return parts(dispatch=(rows + 6 * shape.rows * sizes.expert_width() / shape.tensor) * shape.width)
 
 
 def expert_moments(sizes: LayerSizes, *, kept: bool, full: bool, branch: bool) -> list[Bytes]:
@@ -55,11 +70,18 @@ def expert_moments(sizes: LayerSizes, *, kept: bool, full: bool, branch: bool) -
     # on CPU gate and up are taken apart first, and their gradient takes that place.
     middle = 3 * rows + narrow * width + remade
     moments = [parts(dispatch=arrival), parts(dispatch=middle + (0 if bits else 2 * width))]
-    if sizes.mlp_width("moe"):
-        moments.append(parts(dispatch=middle) + mlp_backward(sizes, "moe"))
+    if not sizes.mlp_width("moe"):
+        return moments
+    if full and not shape.sent:
+        # Made again, the experts wait for their results' gradients, which come later, but for empty buffers; between tensor shards
+        # both gradients of results are gathered.
+        middle = rows + 3 * width
+        moments.append(parts(activations=2 * sizes.gathered * sizes.wide if t > 1 else 0))
+    else:
+        moments.append(Counter())
+    moments[-1] += parts(dispatch=middle) + mlp_backward(sizes, "moe")
     # The gradient at the shared experts' input.
-    shared = parts(activations=sizes.gathered * sizes.wide if sizes.mlp_width("moe") else 0)
-    return [moment + shared for moment in moments]
+    return [moment + parts(activations=sizes.gathered * sizes.wide) for moment in moments]
 
 
 def loss_bytes(run: RunConfig, sizes: LayerSizes, layout: Layout) -> Bytes:
