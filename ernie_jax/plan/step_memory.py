@@ -111,8 +111,10 @@ def further_blocks(run: RunConfig, sizes: LayerSizes) -> Bytes:
 
 
 def forward_moments(run: RunConfig, sizes: LayerSizes) -> list[Bytes]:
-    """The forward pass of experts: what is sent and received and a buffer for it, rows, those of width 2 F and a buffer, results. Room for what is kept is
-    there from the beginning, so that with further blocks behind the layers this can be the fullest moment."""
+    """The forward pass of experts: what is sent and received and a buffer for it, rows, those of width 2 F and a buffer, results.
+
+    Room for what is kept is there from the beginning, so that with further blocks behind the layers this can be the fullest moment.
+    """
     if not run.mtp_blocks or not run.model.num_moe_layers:
         return []
     width = sizes.shape.rows * sizes.expert_width() / sizes.shape.tensor
