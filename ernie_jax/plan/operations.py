@@ -311,5 +311,5 @@ def weight_groups(run: RunConfig) -> dict[str, float]:
 def stage_loops(run: RunConfig, platform: str) -> float:
     """Share by which the passes of a pipeline take longer than their operations; see `CPU_UNEVEN_STAGES`."""
     chunks = run.mesh.pipeline * run.pipeline.virtual_stages
-    repeats = segments_of(run.model)[pipelined_segment(run)].repeats
+    repeats = segments_of(run.model)[pipelined_segment(run.model)].repeats
     return CPU_UNEVEN_STAGES if platform == "cpu" and repeats % chunks else 0.0

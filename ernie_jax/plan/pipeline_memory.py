@@ -15,6 +15,7 @@ from ernie_jax.config.segments import Segment, segments_of
 from ernie_jax.models.decoder import kinds_of
 from ernie_jax.parallel.pipeline import StagePlan, make_timetable
 from ernie_jax.plan.activation_memory import FLOAT, INT, Bytes, LayerSizes, kept_by_unit, parts, times
+from ernie_jax.plan.pipeline_shares import stage_plan
 from ernie_jax.plan.state_memory import Weight, elements, trained_of, weights_of
 from ernie_jax.plan.step_memory import open_between, unit_backward
 from ernie_jax.plan.workspace import loss_bytes
@@ -26,10 +27,8 @@ Count = Callable[[Weight], int]
 
 def pipeline_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Layout) -> list[Bytes]:
     """Of a run with stages."""
-    spread, segments = pipelined_segment(run), segments_of(run.model)
+    spread, segments, plan = pipelined_segment(run.model), segments_of(run.model), stage_plan(run)
     unit = segments[spread].unit
-    stages = layout.mesh.shape["pipeline"]
-    plan = StagePlan.spread(segments[spread].repeats, stages, run.pipeline.virtual_stages)
     # With a tensor axis ZeRO brings weights together once a step (see `PipelinedGradients`).
     within = make_layout(layout.mesh, run.model, "tp_sp") if sizes.shape.tensor > 1 else layout
     summed = within if sizes.shape.tensor > 1 else moments
@@ -43,7 +42,7 @@ def pipeline_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments:
     sums = parts(gradients=sum(share * held(w) for w in of_stage) * FLOAT + sum(map(held, of_edges)) * FLOAT)
     # Those of the chunk at hand, in the format of the weights.
     chunk = parts(gradients=sum(plan.places / plan.repeats * held(w) * _itemsize(w, sizes) for w in of_stage))
-    base = base + sums + waiting_bytes(run, sizes, stages)
+    base = base + sums + waiting_bytes(run, sizes, plan.stages)
     chunk.update(chunk_weights(run, sizes, plan, spread, whole))
     kept = times(plan.places, kept_by_unit(sizes, run.compute.remat, unit))
     if len(set(plan.counts)) > 1 and remat_plan(remat_within(run.compute.remat, kinds_of(unit, run.model))).everything:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.run import RunConfig
 from ernie_jax.config.segments import segments_of
 from ernie_jax.parallel.pipeline import StagePlan, forward_timetable, make_timetable
+from ernie_jax.train.gradients import counts_first
+from ernie_jax.train.stages import pipelined_segment
 
 
 @dataclass(frozen=True)
@@ -38,21 +39,10 @@ class StageTicks:
     even: bool
 
 
-def counts_first(run: RunConfig) -> bool:
-    """Whether a pass without gradients counts the choices of the step before the one with them."""
-    # With compressed gradients each data shard is a part of its own.
-    several = run.parts > 1 or run.optimizer.gradient_compression != "none"
-    return several and run.moe.aux_loss_coef > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0
-
-
-def pipelined(model: ModelConfig) -> int:
-    """The segment of the decoder that is spread over stages."""
-    return _pipelined(model)[0]
-
-
 def stage_plan(run: RunConfig) -> StagePlan:
     """The repeats of the pipelined segment by stage."""
-    return StagePlan.spread(_pipelined(run.model)[1], run.mesh.pipeline, run.pipeline.virtual_stages)
+    repeats = segments_of(run.model)[pipelined_segment(run.model)].repeats
+    return StagePlan.spread(repeats, run.mesh.pipeline, run.pipeline.virtual_stages)
 
 
 def stage_ticks(run: RunConfig, stage: int) -> StageTicks:
@@ -110,14 +100,6 @@ def pipeline_shares(run: RunConfig, stage: int) -> dict[str, float]:
         shares["stage_backward/attention"] = t.backward_layers / (t.backwards * t.places)
         shares["count_choices/stage_forward/attention"] = shares["stage_backward/attention"]
     return shares
-
-
-@functools.lru_cache(maxsize=64)
-def _pipelined(model: ModelConfig) -> tuple[int, int]:
-    """(which segment, its repeats): the one with most layers, the first of equals, as `train.stages.pipelined_segment`."""
-    segments = segments_of(model)
-    chosen = max(range(len(segments)), key=lambda i: (segments[i].repeats * len(segments[i].unit), -i))
-    return chosen, segments[chosen].repeats
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ernie_jax.config.run import RunConfig
 from ernie_jax.config.segments import segments_of
-from ernie_jax.parallel.pipeline import StagePlan, Timetable, make_timetable, simulate
+from ernie_jax.parallel.pipeline import Timetable, make_timetable, simulate
+from ernie_jax.plan.pipeline_shares import stage_plan
 from ernie_jax.train.stages import pipelined_segment
 
 # Above so many pieces of work simulating them takes longer than the formula is wrong.
@@ -43,8 +44,7 @@ def layers_of_stages(run: RunConfig) -> tuple[list[dict[str, int]], dict[str, in
     Raises:
       ValueError: fewer repeats than virtual stages.
     """
-    segments, spread = segments_of(run.model), pipelined_segment(run)
-    plan = StagePlan.spread(segments[spread].repeats, run.mesh.pipeline, run.pipeline.virtual_stages)
+    segments, spread, plan = segments_of(run.model), pipelined_segment(run.model), stage_plan(run)
     unit = segments[spread].unit
     chunks = [{kind: count * unit.count(kind) for kind in unit} for count in plan.counts]
     before: dict[str, int] = {}

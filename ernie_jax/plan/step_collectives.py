@@ -13,10 +13,11 @@ from ernie_jax.plan.communication import Communication
 from ernie_jax.plan.edge_collectives import further_tokens, head, look_up, look_up_backward, look_up_in_stage
 from ernie_jax.plan.hlo import CollectiveUse
 from ernie_jax.plan.layer_collectives import layer
-from ernie_jax.plan.pipeline_shares import StageTicks, counts_first, stage_ticks
+from ernie_jax.plan.pipeline_shares import StageTicks, stage_ticks
 from ernie_jax.plan.step_sizes import StepSizes, Times
 from ernie_jax.plan.vision_collectives import vision_tower
 from ernie_jax.plan.weight_collectives import compressed, stage_transfers, updated
+from ernie_jax.train.gradients import counts_first
 
 
 def predict_collectives(run: RunConfig, platform: str = "gpu", stage: int | None = None) -> list[CollectiveUse]:

@@ -14,8 +14,8 @@ from ernie_jax.config.segments import Segment, segments_of
 from ernie_jax.models.decoder import kinds_of
 from ernie_jax.plan.abstract_layout import abstract_layout
 from ernie_jax.plan.model_weights import PlacedWeight, model_weights, placed_weights
-from ernie_jax.plan.pipeline_shares import pipelined
 from ernie_jax.sharding import BATCH_AXES
+from ernie_jax.train.stages import pipelined_segment
 from ernie_jax.train.state import moment_layout
 
 
@@ -96,7 +96,7 @@ class StepSizes:
     @property
     def pipelined(self) -> int:
         """The segment that is spread over stages."""
-        return pipelined(self.run.model)
+        return pipelined_segment(self.run.model)
 
     def plan_of(self, unit: tuple[str, ...]) -> RematPlan:
         """What the policy keeps of a unit of layers."""

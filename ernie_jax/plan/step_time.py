@@ -36,6 +36,7 @@ from ernie_jax.plan.overlap import CommunicationTime, communication
 from ernie_jax.plan.stage_time import StageCosts, layers_of_stages, pipeline_seconds
 from ernie_jax.plan.topology import Topology
 from ernie_jax.train.flops import ModelCost
+from ernie_jax.train.gradients import counts_first
 from ernie_jax.train.remat_prediction import StepShape, extra_flops
 
 KINDS = ("compute", "exposed", "bubble", "hidden")
@@ -238,7 +239,7 @@ class _Layers:
             # Images are spread over the stages too; in a pipeline rows are made first, and again in the backward pass.
             found["vision"] = parts * (self.tower + self.tower_backward)
             again += parts * self.tower * self.recomputed
-        if _counts_first(run):
+        if counts_first(run):
             found["count of choices"] = sum(counts.count(kind) * share * sum(self.forward[kind].values()) for kind in self.forward)
         found["head"] = found.get("head", 0.0) + self.head * share
         if stages > 1:
@@ -272,12 +273,6 @@ def _by_part(topology: Topology, ops: Sequence[Operation]) -> dict[str, float]:
     for op in ops:
         found[op.part] = found.get(op.part, 0.0) + op.seconds(topology)
     return found
-
-
-def _counts_first(run: RunConfig) -> bool:
-    """Whether a forward pass counts the choices of the whole step before (see `train.gradients`)."""
-    moe = run.moe
-    return run.parts > 1 and moe.aux_loss_coef > 0 and moe.balance_scope == "step" and run.model.num_moe_layers > 0
 
 
 def _bubble(layers: _Layers, passes: float, exposed: float) -> float:

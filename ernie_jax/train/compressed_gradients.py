@@ -22,6 +22,7 @@ from ernie_jax.sharding import Layout, use_layout
 from ernie_jax.train.gradients import (
     after_totals,
     check_batch_size,
+    counts_first,
     loss_weights,
     scan_sum,
     split_microbatches,
@@ -55,7 +56,6 @@ def make_compressed_gradients(run: RunConfig, layout: Layout) -> CompressedGradi
     shardings = gradient_shardings(run, layout)
     weights, token_weights = loss_weights(run), token_weights_of(run)
     shards = layout.axis_size("data")
-    count_first = weights.aux > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0
 
     def gradients(state: TrainState, batch: Batch) -> tuple[Arrays, jax.Array, LossParts, Held]:
         def scaled_loss(
@@ -83,7 +83,7 @@ def make_compressed_gradients(run: RunConfig, layout: Layout) -> CompressedGradi
         totals = StepTotals.of(batch["labels"], batch["segment_ids"], share=share, mtp_blocks=run.mtp_blocks)
         with use_layout(layout):
             parts = split_microbatches(after_totals(totals, batch), run.parts)
-        if count_first:
+        if counts_first(run):
             with jax.named_scope("count_choices"):
                 totals = with_choices(totals, nnx.merge(outside, state.params, state.biases), parts)
         needed = replace(state, opt_state=None, ema=None, held=None, expert_load={})

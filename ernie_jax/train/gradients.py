@@ -72,7 +72,7 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
     shardings = gradient_shardings(run, layout)
     weights, token_weights = loss_weights(run), token_weights_of(run)
     staged = PipelinedGradients.of(run, layout, weights, token_weights) if layout.mesh.shape["pipeline"] > 1 else None
-    count_first = run.parts > 1 and weights.aux > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0
+    count_first = counts_first(run)
 
     def gradients(state: TrainState, batch: Batch) -> tuple[Arrays, jax.Array, LossParts]:
         def model_of(values: Arrays) -> TextModel:
@@ -108,6 +108,13 @@ def make_gradients(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batc
         return scan_sum(one, parts)
 
     return gradients
+
+
+def counts_first(run: RunConfig) -> bool:
+    """Whether a pass without gradients counts the choices of the whole step before the one with them: the balance loss takes its
+    frequencies from several parts. With compressed gradients each data shard is a part of its own."""
+    several = run.parts > 1 or run.optimizer.gradient_compression != "none"
+    return several and run.moe.aux_loss_coef > 0 and run.moe.balance_scope == "step" and run.model.num_moe_layers > 0
 
 
 def make_losses(run: RunConfig, layout: Layout) -> Callable[[TrainState, Batch], tuple[jax.Array, jax.Array]]:

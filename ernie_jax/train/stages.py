@@ -11,6 +11,7 @@ once, in the compute format, and takes their gradients back once, whatever the s
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.run import RunConfig
 from ernie_jax.config.segments import segments_of
 from ernie_jax.models import TextModel, abstract_model
@@ -32,9 +34,10 @@ from ernie_jax.train.state import with_values
 _OF_TOWER = ("vision_tower/", "resampler/")
 
 
-def pipelined_segment(run: RunConfig) -> int:
+@functools.lru_cache(maxsize=64)
+def pipelined_segment(model: ModelConfig) -> int:
     """Which segment of the decoder is spread over the stages: the one with most layers, the first of equals."""
-    segments = segments_of(run.model)
+    segments = segments_of(model)
     return max(range(len(segments)), key=lambda i: (segments[i].repeats * len(segments[i].unit), -i))
 
 
@@ -71,7 +74,7 @@ class ModelStages:
     def __init__(self, run: RunConfig, layout: Layout) -> None:
         model = abstract_model(run.model, run.compute, layout)
         self.layout, self.dtypes = layout, model.dtypes
-        self.segment = pipelined_segment(run)
+        self.segment = pipelined_segment(run.model)
         self.prefix = f"decoder/segments/{self.segment}/"
         repeats = segments_of(run.model)[self.segment].repeats
         self.plan = StagePlan.spread(repeats, layout.mesh.shape["pipeline"], run.pipeline.virtual_stages)
