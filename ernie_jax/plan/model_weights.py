@@ -1,4 +1,4 @@
-"""The trained weights of a model, found once for each model, and how a mesh splits them."""
+"""The weights of a model, found once for each model, and how a mesh splits them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.models import abstract_model
 from ernie_jax.sharding import BATCH_AXES, Layout, logical_axes, variables_by_path
+from ernie_jax.train.stages import cast_for_stages
 
 _LAYER = re.compile(r"decoder/segments/(\d+)/layers/(\d+)/")
 _SPLIT_BETWEEN_USES = ("embed", "expert_embed", "vision_embed")
@@ -22,17 +23,36 @@ _SPLIT_BETWEEN_USES = ("embed", "expert_embed", "vision_embed")
 
 @dataclass(frozen=True)
 class ModelWeight:
-    """A trained weight: its path, shape, and the logical axis of each dimension."""
+    """A variable of a model.
+
+    Attributes:
+      path: its name in the state.
+      shape, axes: sizes and logical axes.
+      itemsize: bytes of a number.
+      parameter: whether it can be trained; router biases and the places of experts cannot.
+    """
 
     path: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+    itemsize: int
+    parameter: bool
 
     @cached_property
     def place(self) -> tuple[int, int] | None:
         """(segment, place in its unit) of a weight of a decoder's layer."""
         found = _LAYER.match(self.path)
         return None if found is None else (int(found[1]), int(found[2]))
+
+    @cached_property
+    def segment(self) -> int | None:
+        """Number of the decoder's segment that it is a stack of, None outside."""
+        return None if self.place is None else self.place[0]
+
+    @cached_property
+    def cast(self) -> bool:
+        """Whether a step works with it in the compute format from the beginning, where stages are brought their weights."""
+        return cast_for_stages(self.path, len(self.shape))
 
     @cached_property
     def layers(self) -> int:
@@ -83,11 +103,21 @@ class PlacedWeight:
     moments: int
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
+def model_variables(model: ModelConfig, mtp: bool, movable: bool = False) -> tuple[ModelWeight, ...]:
+    """All variables, with or without the blocks of multi-token prediction and the places of experts that move."""
+    states = nnx.split(abstract_model(model, ComputeConfig(mtp=mtp, movable_experts=movable)), nnx.Param, ...)[1:]
+    return tuple(
+        ModelWeight(path, tuple(v.shape), logical_axes(v), v.dtype.itemsize, i == 0)
+        for i, state in enumerate(states)
+        for path, v in variables_by_path(state).items()
+    )
+
+
+@functools.lru_cache(maxsize=64)
 def model_weights(model: ModelConfig, mtp: bool) -> tuple[ModelWeight, ...]:
-    """All weights that are trained, with or without the blocks of multi-token prediction."""
-    params = nnx.state(abstract_model(model, ComputeConfig(mtp=mtp)), nnx.Param)
-    return tuple(ModelWeight(path, tuple(v.shape), logical_axes(v)) for path, v in variables_by_path(params).items())
+    """Those that can be trained."""
+    return tuple(weight for weight in model_variables(model, mtp) if weight.parameter)
 
 
 def placed_weights(weights: Collection[ModelWeight], layout: Layout, moments: Layout) -> tuple[PlacedWeight, ...]:

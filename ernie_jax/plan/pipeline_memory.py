@@ -15,14 +15,15 @@ from ernie_jax.config.segments import Segment, segments_of
 from ernie_jax.models.decoder import kinds_of
 from ernie_jax.parallel.pipeline import StagePlan, make_timetable
 from ernie_jax.plan.activation_memory import FLOAT, INT, Bytes, LayerSizes, kept_by_unit, parts, times
+from ernie_jax.plan.model_weights import ModelWeight
 from ernie_jax.plan.pipeline_shares import stage_plan
-from ernie_jax.plan.state_memory import Weight, elements, trained_of, weights_of
+from ernie_jax.plan.state_memory import elements, trained_of, weights_of
 from ernie_jax.plan.step_memory import open_between, unit_backward
 from ernie_jax.plan.workspace import loss_bytes
 from ernie_jax.sharding import Layout, make_layout
 from ernie_jax.train.stages import pipelined_segment
 
-Count = Callable[[Weight], int]
+Count = Callable[[ModelWeight], int]
 
 
 def pipeline_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Layout) -> list[Bytes]:
@@ -135,5 +136,5 @@ def edge_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, segments: It
     return found
 
 
-def _itemsize(weight: Weight, sizes: LayerSizes) -> int:
+def _itemsize(weight: ModelWeight, sizes: LayerSizes) -> int:
     return sizes.shape.width if weight.cast else weight.itemsize

@@ -8,80 +8,38 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
-from flax import nnx
-
-from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.run import RunConfig
 from ernie_jax.config.trainable import trained_paths
-from ernie_jax.models import abstract_model
-from ernie_jax.sharding import BATCH_AXES, Layout, logical_axes, variables_by_path
+from ernie_jax.plan.model_weights import ModelWeight, model_variables
+from ernie_jax.sharding import BATCH_AXES, Layout
 from ernie_jax.train.optimizer import is_gate
-from ernie_jax.train.stages import cast_for_stages
 from ernie_jax.train.state import LEAST_COMPRESSED
 
 FLOAT = INT = 4
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A variable of a model.
-
-    Attributes:
-      path: its name in the state.
-      shape, axes: sizes and logical axes.
-      itemsize: bytes of a number.
-      parameter: whether it can be trained; router biases and the places of experts cannot.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    itemsize: int
-    parameter: bool
-
-    @property
-    def segment(self) -> int | None:
-        """Number of the decoder's segment that it is a stack of, None outside."""
-        parts = self.path.split("/")
-        return int(parts[2]) if parts[:2] == ["decoder", "segments"] else None
-
-    @property
-    def cast(self) -> bool:
-        """Whether a step works with it in the compute format from the beginning, where stages are brought their weights."""
-        return cast_for_stages(self.path, len(self.shape))
-
-
-def weights_of(run: RunConfig) -> tuple[Weight, ...]:
+def weights_of(run: RunConfig) -> tuple[ModelWeight, ...]:
     """All variables of a run's model."""
-    return _weights(run.model, run.compute.mtp, run.compute.movable_experts)
+    return model_variables(run.model, run.compute.mtp, run.compute.movable_experts)
 
 
 @functools.lru_cache(maxsize=64)
-def _weights(model: ModelConfig, mtp: bool, movable: bool) -> tuple[Weight, ...]:
-    states = nnx.split(abstract_model(model, ComputeConfig(mtp=mtp, movable_experts=movable)), nnx.Param, ...)[1:]
-    return tuple(
-        Weight(path, tuple(v.shape), logical_axes(v), v.dtype.itemsize, i == 0)
-        for i, state in enumerate(states)
-        for path, v in variables_by_path(state).items()
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def trained_weights(model: ModelConfig, mtp: bool, movable: bool, patterns: tuple[str, ...], freeze: bool) -> tuple[Weight, ...]:
+def trained_weights(
+    model: ModelConfig, mtp: bool, movable: bool, patterns: tuple[str, ...], freeze: bool
+) -> tuple[ModelWeight, ...]:
     """Those with gradients and moments, as `train.state.trained_values` chooses them."""
-    weights = {w.path: w for w in _weights(model, mtp, movable) if w.parameter}
+    weights = {w.path: w for w in model_variables(model, mtp, movable) if w.parameter}
     return tuple(weights[path] for path in trained_paths(weights, patterns) if not (freeze and is_gate(path)))
 
 
-def trained_of(run: RunConfig) -> tuple[Weight, ...]:
+def trained_of(run: RunConfig) -> tuple[ModelWeight, ...]:
     """The weights that a run trains."""
     return trained_weights(run.model, run.compute.mtp, run.compute.movable_experts, tuple(run.trainable), run.moe.freeze_gate)
 
 
-def elements(layout: Layout, without: Iterable[str] = ()) -> Callable[[Weight], int]:
+def elements(layout: Layout, without: Iterable[str] = ()) -> Callable[[ModelWeight], int]:
     """A function from a weight to the numbers of it that a device has under a layout.
 
     Args:
@@ -92,7 +50,7 @@ def elements(layout: Layout, without: Iterable[str] = ()) -> Callable[[Weight], 
     shards = {name: math.prod(left.get(axis, 1) for axis in axes) for name, axes in layout.rules.table}
     shards[""] = 1
 
-    def of(weight: Weight) -> int:
+    def of(weight: ModelWeight) -> int:
         return math.prod(weight.shape) // math.prod(shards[axis or ""] for axis in weight.axes)
 
     return of

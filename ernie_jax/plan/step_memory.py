@@ -21,7 +21,8 @@ from ernie_jax.plan.activation_memory import (
     parts,
     times,
 )
-from ernie_jax.plan.state_memory import Weight, elements, trained_of, weights_of
+from ernie_jax.plan.model_weights import ModelWeight
+from ernie_jax.plan.state_memory import elements, trained_of, weights_of
 from ernie_jax.plan.workspace import expert_gradients, expert_moments, loss_bytes, open_experts
 from ernie_jax.sharding import BATCH_AXES, Layout
 
@@ -32,7 +33,7 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
     scanned = [i for i, segment in enumerate(segments) if segment.repeats > 1]
     trained, moved = trained_of(run), elements(moments)
 
-    def summed(weights: Iterable[Weight]) -> Bytes:
+    def summed(weights: Iterable[ModelWeight]) -> Bytes:
         return parts(gradients=sum(map(moved, weights)) * FLOAT)
 
     # Of stacks that a scan differentiates the sums are there from the beginning, as zeros.
@@ -62,7 +63,7 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
     return found
 
 
-def is_shared(weight: Weight, layout: Layout) -> bool:
+def is_shared(weight: ModelWeight, layout: Layout) -> bool:
     """Whether several batch shards have the same numbers of a weight, whose gradient they therefore sum."""
     used = {axis for name in weight.axes if name for axis in layout.rules.mesh_axes(name)}
     return layout.axis_size(*(axis for axis in BATCH_AXES if axis not in used)) > 1
@@ -122,7 +123,7 @@ def forward_moments(run: RunConfig, sizes: LayerSizes) -> list[Bytes]:
     return [parts(dispatch=(rows + 4 * width) * sizes.shape.width)]
 
 
-def head_gradients(run: RunConfig, sizes: LayerSizes, summed: Callable[[Iterable[Weight]], Bytes]) -> Bytes:
+def head_gradients(run: RunConfig, sizes: LayerSizes, summed: Callable[[Iterable[ModelWeight]], Bytes]) -> Bytes:
     """Gradients that are there before the layers': of the head, once for each block of multi-token prediction too, and of those
     blocks. They wait whole for a sum with others over devices, but that of a single tied table in float32."""
     trained = trained_of(run)

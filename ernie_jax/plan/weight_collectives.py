@@ -10,7 +10,6 @@ from ernie_jax.plan.communication import Communication
 from ernie_jax.plan.model_weights import ModelWeight
 from ernie_jax.plan.pipeline_shares import stage_plan
 from ernie_jax.plan.step_sizes import StepSizes
-from ernie_jax.train.stages import cast_for_stages
 from ernie_jax.train.state import LEAST_COMPRESSED
 
 STAGES = ("pipeline",)
@@ -39,7 +38,7 @@ def stage_transfers(out: Communication, step: StepSizes) -> None:
         weight, held, back = each.weight, each.used / each.gathered, each.used / each.moments
         staged = weight.path.startswith(prefix)
         # 16-bit weights travel as integers, which XLA:CPU sends as they are.
-        narrow = step.dtype == "bf16" and cast_for_stages(weight.path, len(weight.shape))
+        narrow = step.dtype == "bf16" and weight.cast
         dtype = "u16" if narrow else "f32"
         if is_vision(weight):
             continue
