@@ -99,13 +99,12 @@ def serve(args: argparse.Namespace) -> int:
         raise ValueError("--compile and --html are of training plans; leave them out with --serve, or take --json")
     from rich.console import Console
 
-    from ernie_jax.plan.plan import machine_named
     from ernie_jax.plan.serving import plan_serving
     from ernie_jax.plan.serving_table import serving_arguments, serving_sentence, serving_table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(f"Plan      serving {args.model} on {args.topology}", markup=False)
-    plan = plan_serving(args.model, machine_named(args.topology), **serving_arguments(args))
+    plan = plan_serving(args.model, args.topology, **serving_arguments(args))
     console.print(serving_table(plan))
     print(json.dumps(plan.to_json()) if args.json else serving_sentence(plan), flush=True)
     return 0

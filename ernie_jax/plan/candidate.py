@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from ernie_jax.config.run import RunConfig
 from ernie_jax.plan.memory import StepMemory
 from ernie_jax.plan.step_time import StepTime
+from ernie_jax.plan.topology import GIB
 from ernie_jax.sharding.mesh import MESH_AXES
 from ernie_jax.train.remat_choice import policy_name
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,11 @@ class Candidate:
             "exposed_share": self.time.exposed_share,
             "reason": self.reason,
         }
+
+
+def mesh_text(candidate: Candidate) -> str:
+    """Axes above 1: "pipeline 8 x data 8 x expert 8"."""
+    return " x ".join(f"{axis} {size}" for axis, size in candidate.mesh.items() if size > 1) or "one device"
 
 
 def why_slower(candidate: Candidate, choice: Candidate) -> str:

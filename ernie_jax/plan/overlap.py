@@ -18,7 +18,7 @@ Collectives take turns on the network.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ernie_jax.config.run import RunConfig
@@ -50,9 +50,7 @@ class CommunicationTime:
     hideable: float
 
 
-def communication(
-    run: RunConfig, topology: Topology, mesh_shape: Mapping[str, int], uses: Iterable[CollectiveUse]
-) -> list[CommunicationTime]:
+def communication(run: RunConfig, topology: Topology, uses: Iterable[CollectiveUse]) -> list[CommunicationTime]:
     """Seconds of a step's collectives, longest first.
 
     Raises:
@@ -64,7 +62,7 @@ def communication(
             continue
         purpose = purpose_of(use)
         total = sums.setdefault((use.axis, purpose), [0.0, 0.0])
-        total[0 if _loops(run, use) else 1] += use.count * _seconds(run, topology, mesh_shape, use)
+        total[0 if _loops(run, use) else 1] += use.count * _seconds(run, topology, use)
     found = [
         CommunicationTime(axis, purpose, in_loop, once, _hideable(run, topology, purpose))
         for (axis, purpose), (in_loop, once) in sums.items()
@@ -94,8 +92,9 @@ def _hideable(run: RunConfig, topology: Topology, purpose: str) -> float:
     return {"weights": HIDDEN_WEIGHTS, "experts": (chunks - 1) / chunks}.get(purpose, 0.0)
 
 
-def _seconds(run: RunConfig, topology: Topology, mesh_shape: Mapping[str, int], use: CollectiveUse) -> float:
+def _seconds(run: RunConfig, topology: Topology, use: CollectiveUse) -> float:
     """Of one run."""
+    mesh_shape = run.mesh.sizes
     size, (names, _, part) = use.bytes / use.count, use.axis.partition("/")
     if use.kind == "ragged-all-to-all":
         size *= _filled(run, use.devices)

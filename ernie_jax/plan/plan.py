@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ernie_jax.config.model import ModelConfig
@@ -12,13 +11,13 @@ from ernie_jax.config.nearest import did_you_mean
 from ernie_jax.config.optimization import OptimizerConfig
 from ernie_jax.config.presets import PRESETS, preset
 from ernie_jax.config.remat import Remat
-from ernie_jax.plan.candidate import GIB, Candidate
+from ernie_jax.plan.candidate import Candidate
 from ernie_jax.plan.candidates import Task
 from ernie_jax.plan.hlo import CollectiveUse, summed
 from ernie_jax.plan.search import Found, search
 from ernie_jax.plan.step_collectives import predict_collectives
-from ernie_jax.plan.topologies import load_topology, topology_named
-from ernie_jax.plan.topology import Topology
+from ernie_jax.plan.topologies import machine_named
+from ernie_jax.plan.topology import GIB, Topology
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {"adamw": OptimizerConfig(), "adamw_ema": OptimizerConfig(ema_decay=0.999)}
 # Rows of a step for each device where none are given: the published pre-training of 300B took 7.5 on its 2,016.
@@ -132,7 +131,7 @@ def make_plan(
         or the model; numbers out of range.
     """
     name, shape = _model(model)
-    machine = topology if isinstance(topology, Topology) else machine_named(topology)
+    machine = machine_named(topology)
     if not (isinstance(memory_budget, int | float) and 0 < memory_budget <= 1):
         raise ValueError(f"memory_budget={memory_budget!r}; expected a share of a device's memory, above 0 and at most 1")
     length = min(SEQ_LEN, shape.max_position_embeddings) if seq_len is None else seq_len
@@ -209,17 +208,6 @@ def _model(model: str | ModelConfig) -> tuple[str, ModelConfig]:
     if isinstance(model, ModelConfig):
         return next((name for name, known in PRESETS.items() if known == model), "custom"), model
     return model, preset(model)
-
-
-def machine_named(name: str) -> Topology:
-    """A topology of the catalogue or of a YAML file.
-
-    Raises:
-      ValueError: as `load_topology` and `topology_named`.
-    """
-    if name.endswith((".yaml", ".yml")) or Path(name).is_file():
-        return load_topology(name)
-    return topology_named(name)
 
 
 def _optimizer(optimizer: str | OptimizerConfig) -> OptimizerConfig:

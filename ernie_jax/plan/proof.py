@@ -24,9 +24,7 @@ from ernie_jax.plan.hlo import CollectiveUse, summed
 from ernie_jax.plan.memory import predict_memory
 from ernie_jax.plan.step_collectives import predict_collectives
 from ernie_jax.plan.targets import check_target, environment, installed
-from ernie_jax.plan.topology import Topology
-
-GIB = 2**30
+from ernie_jax.plan.topology import GIB, Topology
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from ernie_jax.plan.candidate import mesh_text
 from ernie_jax.plan.report_figures import (
-    GIB,
     layout_text,
     memory_bars,
     pipeline_simulation,
@@ -19,6 +19,7 @@ from ernie_jax.plan.report_figures import (
     step_line,
     timetable,
 )
+from ernie_jax.plan.topology import GIB
 
 if TYPE_CHECKING:
     from ernie_jax.plan.candidate import Candidate
@@ -195,10 +196,9 @@ def _runners_up(plan: Plan) -> Table:
     columns = ("mesh", "schedule", "remat", "ZeRO", "microbatches", "GiB", "step", "MFU", "why not")
     rows = []
     for other in plan.alternatives:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in other.mesh.items() if size > 1) or "one device"
         figures = (f"{other.memory.bytes / GIB:.1f}", seconds_text(other.time.seconds), f"{other.time.mfu:.1%}")
         settings = (other.schedule or "none", other.remat.replace(",", ", "), str(other.run.mesh.zero), f"{other.run.parts:,}")
-        rows.append((mesh, *settings, *figures, other.reason))
+        rows.append((mesh_text(other), *settings, *figures, other.reason))
     return Table(columns, tuple(rows), frozenset({"ZeRO", "microbatches", "GiB", "step", "MFU"}))
 
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from ernie_jax.parallel.pipeline import Simulation, Span, make_timetable, simulate
+from ernie_jax.plan.candidate import mesh_text
 from ernie_jax.plan.step_time import stage_costs
 from ernie_jax.plan.svg import Scale, bar, drawing, element, joined, percent
+from ernie_jax.plan.topology import GIB
 
 if TYPE_CHECKING:
     from ernie_jax.config.run import RunConfig
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from ernie_jax.plan.step_time import StepTime
     from ernie_jax.plan.topology import Topology
 
-GIB = 2**30
 _ROW = 20
 # Work narrower than this share of the drawing has no number.
 _LEGIBLE = 0.018
@@ -134,8 +135,7 @@ def _point(candidate: Candidate, across: Scale, up: Scale, kind: str, radius: fl
 
 def layout_text(candidate: Candidate) -> str:
     """The mesh, the schedule and the policy of a candidate in a few words."""
-    axes = " x ".join(f"{axis} {size}" for axis, size in candidate.mesh.items() if size > 1) or "one device"
-    words = [axes, *([candidate.schedule] if candidate.schedule else []), f"remat {candidate.remat}"]
+    words = [mesh_text(candidate), *([candidate.schedule] if candidate.schedule else []), f"remat {candidate.remat}"]
     words += [f"ZeRO {candidate.run.mesh.zero}"] if candidate.run.mesh.zero else []
     parts = candidate.run.parts
     return ", ".join([*words, f"{parts} microbatch{'es' if parts > 1 else ''}"])

@@ -23,7 +23,7 @@ from ernie_jax.config.nearest import did_you_mean
 from ernie_jax.config.presets import preset
 from ernie_jax.plan.serving_memory import KV_BITS, WEIGHT_BITS, Replica
 from ernie_jax.plan.serving_pool import Request, ServingPool, make_pool, shapes
-from ernie_jax.plan.topologies import topology_named
+from ernie_jax.plan.topologies import machine_named
 from ernie_jax.plan.topology import Topology
 
 ACTIVATIONS = ("bfloat16", "fp8")
@@ -134,7 +134,7 @@ def plan_serving(
 
     Args:
       model: a preset's name, or a shape.
-      topology: a name of the catalogue such as "h800:16", or a machine.
+      topology: a name of the catalogue such as "h800:16", the path of a YAML file, or a machine.
       prompt_tokens, output_tokens: of a request.
       time_to_first_token_s: target from arrival to the first token, waiting for the batch before included.
       time_per_token_s: target between two tokens.
@@ -149,7 +149,7 @@ def plan_serving(
     """
     name = model if isinstance(model, str) else "custom"
     shape = preset(model) if isinstance(model, str) else model
-    machine = topology_named(topology) if isinstance(topology, str) else topology
+    machine = machine_named(topology)
     request = _checked_request(shape, prompt_tokens, output_tokens, time_to_first_token_s, time_per_token_s)
     _check_widths("weight_bits", weight_bits, WEIGHT_BITS)
     _check_widths("kv_bits", kv_bits, KV_BITS)

@@ -9,11 +9,10 @@ from typing import Any
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.plan.serving_memory import MEMORY_SHARE, Replica, ServingMemory, cache_bytes_per_token, serving_memory
 from ernie_jax.plan.serving_time import ServingTime, pass_time
-from ernie_jax.plan.topology import Topology
+from ernie_jax.plan.topology import GIB, Topology
 
 # Sequences of a rank at once; beyond it nothing amortises any more.
 _MOST = 1024
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +90,8 @@ class ServingPool:
             "kv_bits": cut.kv_bits,
             "activations": "fp8" if cut.eight_bit_products else "bfloat16",
             "batch": self.batch,
-            "memory_gib": self.memory.bytes / _GIB,
-            "memory": {part: size / _GIB for part, size in self.memory.parts.items()},
+            "memory_gib": self.memory.bytes / GIB,
+            "memory": {part: size / GIB for part, size in self.memory.parts.items()},
             "latency_s": self.latency_s,
             "time": dict(self.time.parts),
             "bounds": dict(self.time.bounds),
@@ -175,8 +174,8 @@ def _miss(topology: Topology, memory: ServingMemory, latency: float, target: flo
     if memory.bytes > room:
         largest = max(memory.parts, key=lambda part: memory.parts[part])
         return (
-            f"needs {memory.bytes / _GIB:.1f} GiB a device, {memory.parts[largest] / _GIB:.1f} of it {largest}; "
-            f"{room / _GIB:.1f} may be filled"
+            f"needs {memory.bytes / GIB:.1f} GiB a device, {memory.parts[largest] / GIB:.1f} of it {largest}; "
+            f"{room / GIB:.1f} may be filled"
         )
     if latency > target:
         name = "time to the first token" if reading else "time per token"

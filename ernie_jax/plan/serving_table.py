@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ernie_jax.plan.serving import ACTIVATIONS, ServingPlan
 from ernie_jax.plan.serving_memory import KV_BITS, MEMORY_SHARE, WEIGHT_BITS
 from ernie_jax.plan.serving_pool import ServingPool, shown_seconds
-
-_GIB = 2**30
+from ernie_jax.plan.topology import GIB
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,14 +70,6 @@ def serving_table(plan: ServingPlan) -> RenderableType:
     return Group(*parts)
 
 
-def serving_text(plan: ServingPlan, width: int = 120) -> str:
-    """The sentence and the tables as plain text."""
-    console = Console(width=width, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(serving_sentence(plan), serving_table(plan), sep="\n\n", markup=False)
-    return capture.get()
-
-
 def serving_sentence(plan: ServingPlan) -> str:
     """What is served on what, or why nothing is."""
     request = plan.request
@@ -100,7 +91,7 @@ def _pools(plan: ServingPlan, pools: list[ServingPool]) -> Table:
     table.add_column("")
     for pool in pools:
         table.add_column(pool.role, justify="right")
-    room = MEMORY_SHARE * plan.topology.memory_bytes / _GIB
+    room = MEMORY_SHARE * plan.topology.memory_bytes / GIB
     counts = {"prefill": plan.prefill_replicas, "decode": plan.decode_replicas}
     targets = {"prefill": plan.request.time_to_first_token_s, "decode": plan.request.time_per_token_s}
 
@@ -111,9 +102,9 @@ def _pools(plan: ServingPlan, pools: list[ServingPool]) -> Table:
     row("tensor x expert", [f"{pool.replica.tensor} x {pool.replica.expert}" for pool in pools])
     row("bits of weights, cache", [f"{pool.replica.weight_bits}, {pool.replica.kv_bits}" for pool in pools])
     row("batch of a replica", [f"{pool.batch:,}" for pool in pools])
-    row(f"GiB a device, of {room:.1f}", [f"{pool.memory.bytes / _GIB:.1f}" for pool in pools])
+    row(f"GiB a device, of {room:.1f}", [f"{pool.memory.bytes / GIB:.1f}" for pool in pools])
     for part in pools[0].memory.parts:
-        row(f"  {part}", [f"{pool.memory.parts[part] / _GIB:.1f}" for pool in pools])
+        row(f"  {part}", [f"{pool.memory.parts[part] / GIB:.1f}" for pool in pools])
     row("latency, target", [f"{shown_seconds(pool.latency_s)}, {shown_seconds(targets[pool.role])}" for pool in pools])
     for part in pools[0].time.parts:
         row(f"  {part}", [_share(pool, part) for pool in pools])

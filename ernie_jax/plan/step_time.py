@@ -133,18 +133,15 @@ def predict_time(
     Raises:
       ValueError: a mesh that fits neither the model nor the topology; more stages than layers.
     """
-    layout = abstract_layout(run)
-    cpu = topology.platform == "cpu"
-    shape = StepShape.of(run, layout, topology.platform)
-    work = StepWork(run, shape, topology.platform, 1.0 if cpu else skew)
-    network = communication(run, topology, run.mesh.sizes, collectives)
+    work = _work(run, topology, skew)
+    network = communication(run, topology, collectives)
     layers = _Layers.of(work, topology)
     parts = layers.step_parts()
     passes = sum(part.seconds for part in parts)
     parts += [TimePart("loops of stages", stage_loops(run, topology.platform) * passes, "compute")]
     hidden = _hidden(network, passes)
     exposed_in_loop = sum(each.in_loop - hidden.get(id(each), 0.0) for each in network)
-    bubble = 0.0 if cpu else _bubble(layers, passes, exposed_in_loop)
+    bubble = 0.0 if topology.platform == "cpu" else _bubble(layers, passes, exposed_in_loop)
     parts += _updates(run, topology)
     parts += [TimePart(_name(each), each.in_loop + each.once - hidden.get(id(each), 0.0), "exposed") for each in network]
     parts += [TimePart("bubble", bubble, "bubble")]
@@ -159,9 +156,7 @@ def predict_time(
 
 def stage_costs(run: RunConfig, topology: Topology, *, skew: float = EXPERT_SKEW) -> StageCosts:
     """Compute of one microbatch by virtual stage of a run with stages; collectives, which are spread as it is, left out."""
-    platform = topology.platform
-    shape = StepShape.of(run, abstract_layout(run), platform)
-    return _Layers.of(StepWork(run, shape, platform, 1.0 if platform == "cpu" else skew), topology).costs(0.0)
+    return _Layers.of(_work(run, topology, skew), topology).costs(0.0)
 
 
 def model_flops(run: RunConfig) -> float:
@@ -177,6 +172,12 @@ def model_flops(run: RunConfig) -> float:
     return cost.step({"tokens": tokens, "vision_tokens": merged, "patches": patches})
 
 
+def _work(run: RunConfig, topology: Topology, skew: float) -> StepWork:
+    platform = topology.platform
+    shape = StepShape.of(run, abstract_layout(run), platform)
+    return StepWork(run, shape, platform, 1.0 if platform == "cpu" else skew)
+
+
 @dataclass(frozen=True)
 class _Layers:
     """Seconds of one microbatch on a device, by kind of layer and part.
@@ -184,8 +185,8 @@ class _Layers:
     Attributes:
       forward, backward: of a layer, kind -> part -> seconds.
       again: share of a forward pass that the remat policy computes again.
-      edges: of the head, forward and backward together, part -> seconds.
-      tower: forward of the vision tower.
+      head: of the head, forward and backward together.
+      tower, tower_backward: of the vision tower.
       start: what it costs to start a layer's pass.
     """
 

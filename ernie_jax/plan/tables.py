@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from ernie_jax.plan.candidate import GIB, Candidate
+from ernie_jax.plan.candidate import Candidate, mesh_text
 from ernie_jax.plan.plan import Plan
+from ernie_jax.plan.topology import GIB
 
 _MOST_STAGES = 4
 _MOST_COLLECTIVES = 12
@@ -30,11 +31,6 @@ def summary(plan: Plan) -> str:
         f"{where}: {mesh_text(shown)}, {settings_text(shown)}: {shown.memory_gib:.1f} GiB a device, "
         f"{seconds_text(time.seconds)} a step, {time.tokens_per_s:,.0f} tokens/s, MFU {time.mfu:.1%}"
     )
-
-
-def mesh_text(candidate: Candidate) -> str:
-    """Axes above 1: "pipeline 8 x data 8 x expert 8"."""
-    return " x ".join(f"{axis} {size}" for axis, size in candidate.mesh.items() if size > 1) or "one device"
 
 
 def settings_text(candidate: Candidate) -> str:

@@ -10,6 +10,7 @@ on, and only the data-centre network between slices (DCN) is slower. So `v5e:512
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ernie_jax.config.nearest import did_you_mean
 from ernie_jax.plan.cpu_topology import measure_cpu
@@ -17,7 +18,7 @@ from ernie_jax.plan.topology import Link, Topology
 from ernie_jax.plan.topology_file import load_topology
 from ernie_jax.train.flops import PEAK_FLOPS
 
-__all__ = ["TOPOLOGIES", "load_topology", "measure_cpu", "topology_named"]
+__all__ = ["TOPOLOGIES", "load_topology", "machine_named", "measure_cpu", "topology_named"]
 
 _DEEPSEEK = "Zhao et al., Insights into DeepSeek-V3 (arXiv 2505.09343), section 4.3"
 _NCCL = "NCCL src/graph/tuning.cc, hwLat of a ring step, LL128"
@@ -197,3 +198,16 @@ def topology_named(name: str) -> Topology:
     entry = TOPOLOGIES[base]
     devices = int(count) if colon else entry.node[0]
     return entry.topology(f"{base}:{devices}", devices)
+
+
+def machine_named(topology: str | Topology) -> Topology:
+    """A topology of the catalogue or of a YAML file by its name or path; one that is given stays as it is.
+
+    Raises:
+      ValueError: as `load_topology` and `topology_named`.
+    """
+    if isinstance(topology, Topology):
+        return topology
+    if topology.endswith((".yaml", ".yml")) or Path(topology).is_file():
+        return load_topology(topology)
+    return topology_named(topology)

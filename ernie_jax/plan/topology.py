@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ernie_jax.config.nearest import did_you_mean
 
+GIB = 2**30
 PLATFORMS = ("gpu", "tpu", "cpu")
 DTYPES = ("float32", "bfloat16", "fp8")
 

@@ -29,9 +29,9 @@ from benches.workers import Worker, take_turns
 from ernie_jax.config import preset
 from ernie_jax.config.run import RunConfig
 from ernie_jax.models import batch_shardings
-from ernie_jax.plan.candidate import Candidate
+from ernie_jax.plan.candidate import Candidate, mesh_text
 from ernie_jax.plan.plan import Plan, make_plan
-from ernie_jax.plan.tables import mesh_text, settings_text
+from ernie_jax.plan.tables import settings_text
 from ernie_jax.train.state import init_state, mesh_of, run_layout
 from ernie_jax.train.step import make_train_step
 

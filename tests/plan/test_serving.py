@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ernie_jax.config import count_parameters
 from ernie_jax.config.presets import preset
@@ -19,7 +20,7 @@ from ernie_jax.plan.serving_memory import (
     weight_bytes,
 )
 from ernie_jax.plan.serving_pool import shapes
-from ernie_jax.plan.serving_table import add_serving_arguments, serving_arguments, serving_sentence, serving_text
+from ernie_jax.plan.serving_table import add_serving_arguments, serving_arguments, serving_sentence, serving_table
 from ernie_jax.plan.serving_time import pass_time, reached_ranks, touched_experts
 from ernie_jax.plan.topologies import topology_named
 from ernie_jax.plan.topology import Link, Topology
@@ -273,7 +274,10 @@ def test_json_is_plain_and_whole():
 
 def test_table_shows_the_pools_and_what_lost():
     plan = plan_serving("ernie-4.5-21b-a3b", "h100:16", **ASKED)
-    text = serving_text(plan, width=160)
+    console = Console(width=160, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(serving_sentence(plan), serving_table(plan), markup=False)
+    text = capture.get()
     assert f"{plan.decode_replicas} x {plan.decode.replica.devices}" in text
     assert "other decode pools" in text and plan.alternatives("decode")[0].reason in text
     assert "GiB a device, of 67.1" in text

@@ -102,7 +102,7 @@ def test_collectives_are_exposed_or_hidden():
         use("reduce-scatter", "data", 10 * 8e6, 10, "transpose/weights", 4),
         use("all-gather", "data", 8e6, 1, "update", 4),
     ]
-    network = {(each.axis, each.purpose): each for each in communication(run, topology, run.mesh.sizes, uses)}
+    network = {(each.axis, each.purpose): each for each in communication(run, topology, uses)}
     assert network["tensor", "activations"].in_loop == pytest.approx(630e-6)
     weights = network["data", "weights"]
     assert (weights.in_loop, weights.once, weights.hideable) == (pytest.approx(6300e-6), pytest.approx(630e-6), 0.8)
@@ -139,8 +139,7 @@ def test_a_ragged_exchange_sends_the_rows_that_are_there():
     run = a_run(dataclasses.replace(model, moe=moe), mesh=MeshConfig(data=2, expert=2))
     topology = ARITHMETIC.with_devices(4)
     whole, ragged = (
-        communication(run, topology, run.mesh.sizes, [use(kind, "expert", 8e6, 1)])[0].once
-        for kind in ("all-to-all", "ragged-all-to-all")
+        communication(run, topology, [use(kind, "expert", 8e6, 1)])[0].once for kind in ("all-to-all", "ragged-all-to-all")
     )
     # One message of 1 us either way. Of two shards a token's one expert is on one: half of the rows, times the skew.
     assert ragged - 1e-6 == pytest.approx((whole - 1e-6) * 0.5 * EXPERT_SKEW)
