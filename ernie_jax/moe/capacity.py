@@ -20,6 +20,12 @@ def row_capacity(tokens: int, num_experts: int, k: int, capacity_factor: float) 
     return min(tokens, math.ceil(capacity_factor * tokens * k / num_experts))
 
 
+def device_capacity(tokens: int, num_experts: int, k: int, capacity_factor: float, *, shards: int, sets: int = 1) -> int:
+    """Most assignments that the experts of one of `shards` devices take from a row; of several sets of experts, E of each."""
+    # Rounding up once for each set: sum of ceil(a_i) <= ceil(sum of a_i) + sets - 1.
+    return (row_capacity(tokens, num_experts, k, capacity_factor) + sets - 1) * (num_experts // shards)
+
+
 def drop_padding(routing: Routing, valid: jax.Array, num_experts: int) -> Routing:
     """Send padding nowhere: it costs no expert work and counts as nobody's load."""
     keep = valid[..., None]

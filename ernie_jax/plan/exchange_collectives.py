@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from ernie_jax.config.remat import RematPlan
-from ernie_jax.moe.capacity import row_capacity
+from ernie_jax.moe.capacity import device_capacity
 from ernie_jax.moe.dispatch import exchange_formats
 from ernie_jax.moe.dispatch.packed_rows import packed_width
 from ernie_jax.moe.exchange_parts import chunk_slices
@@ -78,9 +78,8 @@ def _exchanges(step: StepSizes) -> Iterator[_Exchange]:
     own = moe.num_experts * sets // shards
     bucket: int | None = None
     if run.moe.capacity_factor is not None and run.batch_size % (run.parts * step.batch_shards) == 0:
-        of_row = (row_capacity(run.seq_len, moe.num_experts, moe.num_experts_per_tok, run.moe.capacity_factor) + sets - 1) * (
-            moe.num_experts // shards
-        )
+        k, factor = moe.num_experts_per_tok, run.moe.capacity_factor
+        of_row = device_capacity(run.seq_len, moe.num_experts, k, factor, shards=shards, sets=sets)
         bucket = step.rows * min(run.seq_len, of_row)
     times, experts = (1, own) if sets == 1 or run.moe.exchange_order == "together" else (sets, own // sets)
     for part in chunk_slices(step.tokens, run.moe.exchange_chunks):

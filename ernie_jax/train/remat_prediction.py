@@ -15,7 +15,7 @@ from ernie_jax.config.remat import Remat, remat_plan, remat_within
 from ernie_jax.config.run import RunConfig
 from ernie_jax.config.segments import segments_of
 from ernie_jax.models.decoder import kinds_of
-from ernie_jax.moe.capacity import row_capacity
+from ernie_jax.moe.capacity import device_capacity
 from ernie_jax.nn.attention_kernels import choose_implementation
 from ernie_jax.sharding import BATCH_AXES, Layout
 
@@ -87,7 +87,7 @@ def _expert_rows(run: RunConfig, layout: Layout, tokens: int, sets: int) -> tupl
     bucket, bound = tokens, math.inf
     factor = run.moe.capacity_factor
     if factor is not None:
-        of_row = (row_capacity(run.seq_len, moe.num_experts, k, factor) + sets - 1) * (moe.num_experts // shards)
+        of_row = device_capacity(run.seq_len, moe.num_experts, k, factor, shards=shards, sets=sets)
         bound = tokens // run.seq_len * shards * of_row
         if run.moe.dispatch in ("auto", "all_to_all"):
             bucket = min(tokens, tokens // run.seq_len * min(run.seq_len, of_row))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ernie_jax.moe.capacity import row_capacity
+from ernie_jax.moe.capacity import device_capacity
 from ernie_jax.moe.dispatch.protocol import ExchangePlan
 from ernie_jax.moe.routing import Routing
 from ernie_jax.sharding import BATCH_AXES, Layout
@@ -61,9 +61,8 @@ def on_each_device(
     shards = layout.shards("expert")
     bucket_rows = expert_rows = None
     if capacity_factor is not None and rows_intact:
-        # Rounding up once for each set: sum of ceil(a_i) <= ceil(sum of a_i) + sets - 1.
-        per_expert = row_capacity(tokens, num_experts, routing.expert_index.shape[-1], capacity_factor) + sets - 1
-        own = per_expert * (num_experts // shards)
+        k = routing.expert_index.shape[-1]
+        own = device_capacity(tokens, num_experts, k, capacity_factor, shards=shards, sets=sets)
         bucket_rows, expert_rows = batch // groups * min(tokens, own), batch // groups * shards * own
     plan = ExchangePlan(num_experts=sets * num_experts, shards=shards, bucket_rows=bucket_rows, expert_rows=expert_rows)
     sequence_sharded = "tensor" in layout.rules.mesh_axes("sequence")
