@@ -87,6 +87,25 @@ class Quantized:
         return self.values.read(words, columns, jnp.dtype("float32"))
 
 
+def largest(array: jax.Array, count: int) -> jax.Array:
+    """Places of the `count` elements of largest magnitude of `array` [N] float32, in their order; of equal ones the first.
+
+    Non-negative floats are ordered as their bits are, so the least magnitude to be taken is found bit by bit, by 31 counts:
+    `jax.lax.top_k` sorts where the number is large, which takes seven times as long on CPU.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.abs(array), jnp.uint32)
+
+    def with_bit(i: jax.Array, least: jax.Array) -> jax.Array:
+        raised = least | (jnp.uint32(1) << (30 - i).astype(jnp.uint32))
+        return jnp.where(jnp.sum(bits >= raised, dtype=jnp.int32) >= count, raised, least)
+
+    least = jax.lax.fori_loop(0, 31, with_bit, jnp.uint32(0))
+    above, equal = bits > least, bits == least
+    room = count - jnp.sum(above, dtype=jnp.int32)
+    (place,) = jnp.nonzero(above | (equal & (jnp.cumsum(equal, dtype=jnp.int32) <= room)), size=count)
+    return place
+
+
 @dataclass(frozen=True)
 class Sparse:
     """Sums of the elements of largest magnitude of each device's array.
@@ -104,7 +123,7 @@ class Sparse:
     def sum(self, array: jax.Array, held: HeldBack, axis: str) -> tuple[jax.Array, HeldBack]:
         """See `Compression`."""
         own = array.astype(jnp.float32) + held.of_array
-        _, place = jax.lax.top_k(jnp.abs(own), self._count(array.size))
+        place = largest(own, self._count(array.size))
         # Values and places in one buffer.
         words = jnp.stack([jax.lax.bitcast_convert_type(own[place], jnp.uint32), place.astype(jnp.uint32)])
         everyone = jax.lax.all_gather(words, axis)

@@ -36,7 +36,7 @@ from ernie_jax.parallel.pipeline import (
     make_timetable,
     run_pipeline,
 )
-from ernie_jax.sharding import Layout, make_layout, use_layout
+from ernie_jax.sharding import Layout, constrain, make_layout, use_layout
 from ernie_jax.train.loss_scale import LossScale, scaled, unscaled
 from ernie_jax.train.optimizer import Arrays, is_gate
 from ernie_jax.train.stages import ModelStages, StageWeights
@@ -101,7 +101,7 @@ class PipelinedObjective:
         stages = self.stages
         trained, frozen = stages.split(values), stages.split(fixed)
         features, pull_tower = self._features(trained.tower, frozen.tower, parts)
-        program = StageProgram(self._first, self._middle, self._last)
+        program = StageProgram(self._first, self._middle, self._last, self._passed)
         inputs = PipelineInputs(
             edges=(trained.edges, frozen.edges),
             stages=(trained.stages, frozen.stages),
@@ -193,6 +193,10 @@ class PipelinedObjective:
                 return loss, (nothing, report)
             head, losses = head_loss(model, x, inputs, item["labels"], totals, self.token_weights, kinds)
         return loss + head, (losses, report)
+
+    def _passed(self, x: jax.Array) -> jax.Array:
+        with use_layout(self.stages.layout):
+            return constrain(x, "batch", "sequence", "activation_embed")
 
     def _router_losses(
         self, routers: Sequence[RouterOutput], choices: Sequence[Any], totals: StepTotals

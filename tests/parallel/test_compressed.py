@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ernie_jax.parallel import compressed_sum, make_compression, nothing_held
+from ernie_jax.parallel.compressed import largest
 from ernie_jax.sharding import make_mesh
 from ernie_jax.testing import collectives
 
@@ -99,6 +100,16 @@ def test_sparse_by_hand():
     assert held.of_array.tolist() == [[0, 1, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0.5, 0], [0, 0, 0, 0, 0]]
     sums, held = summed_one(compression, np.zeros_like(array), held)
     assert sums.tolist() == [0.0, 2.0, 0.0, 0.5, 0.0], "what was held back comes next"
+
+
+@pytest.mark.parametrize("count", [1, 7, 40, 99, 100])
+def test_largest_are_those_of_a_sort(count):
+    """Many are equal, some zero, subnormal or infinite."""
+    rng = np.random.default_rng(count)
+    array = rng.integers(-4, 5, 100).astype(np.float32)
+    array[:3] = [np.inf, 1e-40, -1e30]
+    want = np.sort(np.argsort(-np.abs(array), stable=True)[:count])
+    np.testing.assert_array_equal(jax.jit(largest, static_argnums=1)(array, count), want)
 
 
 def test_small_arrays_are_summed_as_they_are():

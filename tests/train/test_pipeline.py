@@ -11,7 +11,7 @@ from ernie_jax.config.pipeline import PipelineConfig
 from ernie_jax.models.batches import TEXT_KEYS
 from ernie_jax.objectives.step_totals import StepTotals
 from ernie_jax.parallel.pipeline import simulate
-from ernie_jax.testing import collectives, multimodal_rows, tiny_moe, tiny_vl
+from ernie_jax.testing import collectives, multimodal_rows, tiny_dense, tiny_moe, tiny_vl
 from ernie_jax.train.gradients import loss_weights, make_gradients, split_microbatches, token_weights_of
 from ernie_jax.train.pipeline import PipelinedGradients
 from ernie_jax.train.state import abstract_state, all_values, trained_values
@@ -21,6 +21,8 @@ MOE = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01, "orthogonal_coef": 0.1, "balan
 # A dense layer and, to spread over stages, four MoE layers; or five, which two or four stages do not share evenly.
 MODELS = {
     "even": tiny_moe(num_hidden_layers=5, num_experts_per_tok=2),
+    # No layer before the spread ones: what the first stage starts from is the look-up itself.
+    "dense": dataclasses.replace(tiny_dense(), num_hidden_layers=4),
     "uneven": tiny_moe(num_hidden_layers=6, num_experts_per_tok=2, tie_word_embeddings=False),
     "vl": tiny_vl(num_hidden_layers=4, num_experts_per_tok=2),
     # Sections before and behind the spread one, MoE layers among them.
@@ -58,6 +60,7 @@ CASES = [
     Case("even", {"pipeline": 2, "expert": 2, "tensor": 2}, remat="full"),
     Case("even", {"pipeline": 2, "expert": 2}, "interleaved", 2, {"dispatch": "replicated"}),
     Case("even", {"pipeline": 2, "data": 2, "tensor": 2}, zero=3),
+    Case("dense", {"pipeline": 4, "data": 2}, zero=1),
     Case("uneven", {"pipeline": 2, "data": 2}, moe={"balance_scope": "step"}, zero=1),
     Case("uneven", {"pipeline": 4, "expert": 2}, "gpipe", moe={"balance_scope": "step"}),
     Case("uneven", {"pipeline": 2, "tensor": 2}, "interleaved", 2, {"capacity_factor": 1.0}),

@@ -31,11 +31,13 @@ class StageProgram:
       first: (edges, item, feature, shared) -> (x, loss, report), what the first virtual stage starts from.
       middle: (chunk, x, item, number of repeats, chunk's own constants, shared) -> (y, loss, statistics), layers of one chunk.
       last: (edges, y, item, shared) -> (loss, report), behind the last virtual stage.
+      passed: constrains x to where it is within a stage.
     """
 
     first: Callable[[Tree, Tree, Tree, Tree], tuple[jax.Array, jax.Array, Tree]]
     middle: Callable[[Tree, jax.Array, Tree, jax.Array, Tree, Tree], tuple[jax.Array, jax.Array, Tree]]
     last: Callable[[Tree, jax.Array, Tree, Tree], tuple[jax.Array, Tree]]
+    passed: Callable[[jax.Array], jax.Array] = lambda x: x
 
 
 @jax.tree_util.register_dataclass
@@ -207,10 +209,14 @@ class _Runner:
         inputs = self.inputs
         x: jax.Array = jax.lax.cond(
             slot < 0,
-            lambda: self.program.first(inputs.edges, item, feature, inputs.shared)[0],
-            lambda: jax.lax.dynamic_index_in_dim(waiting, slot, keepdims=False),
+            lambda: self.program.passed(self.program.first(inputs.edges, item, feature, inputs.shared)[0]),
+            lambda: self._taken(waiting, slot),
         )
         return x
+
+    def _taken(self, waiting: jax.Array, slot: jax.Array) -> jax.Array:
+        """What waits in a slot, constrained as what the first virtual stage makes is: XLA wants both branches of a choice alike."""
+        return self.program.passed(jax.lax.dynamic_index_in_dim(waiting, slot, keepdims=False))
 
     def _send(self, x: jax.Array, direction: int) -> jax.Array:
         """To the next stage (1) or the one before (-1), in a ring: chunk after chunk goes from the last to the first."""
@@ -230,10 +236,10 @@ class _Runner:
 
             def from_tokens(sums: PipelineSums) -> tuple[jax.Array, PipelineSums]:
                 x, loss, report = program.first(inputs.edges, item, feature, inputs.shared)
-                return x, replace(sums, loss=sums.loss + loss, first_report=_add(sums.first_report, report))
+                return program.passed(x), replace(sums, loss=sums.loss + loss, first_report=_add(sums.first_report, report))
 
             def from_slot(sums: PipelineSums) -> tuple[jax.Array, PipelineSums]:
-                return jax.lax.dynamic_index_in_dim(waiting, row["forward_slot"], keepdims=False), sums
+                return self._taken(waiting, row["forward_slot"]), sums
 
             x, sums = jax.lax.cond(row["forward_slot"] < 0, from_tokens, from_slot, sums)
             with jax.named_scope("stage_forward"):
