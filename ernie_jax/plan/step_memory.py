@@ -22,6 +22,7 @@ from ernie_jax.plan.activation_memory import (
     times,
 )
 from ernie_jax.plan.state_memory import Weight, elements, trained_of, weights_of
+from ernie_jax.plan.vision_memory import feature_bytes, tower_backward, tower_kept
 from ernie_jax.plan.workspace import expert_gradients, expert_moments, loss_bytes, open_experts
 from ernie_jax.sharding import BATCH_AXES, Layout
 
@@ -36,7 +37,7 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
         return parts(gradients=sum(map(moved, weights)) * FLOAT)
 
     # Of stacks that a scan differentiates the sums are there from the beginning, as zeros.
-    stacks = summed(w for w in trained if w.segment in scanned)
+    stacks = summed(w for w in trained if w.segment in scanned or w.path.startswith("vision_tower/blocks/"))
     # With several microbatches the step's sums too.
     carried = summed(trained) if run.parts > 1 else Counter()
     kept: Bytes = Counter()
@@ -44,6 +45,7 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
         kept.update(times(segments[i].repeats, kept_by_unit(sizes, run.compute.remat, segments[i].unit)))
         kept.update(kept_weights(run, sizes, layout, i))
     between = open_between(run, sizes, layout, segments) + carried + stacks + kept + brought_once(run, sizes, layout, scanned)
+    between += tower_kept(run, sizes) + feature_bytes(run, sizes, layout, 1)
     further = further_blocks(run, sizes)
     found = [between + further + moment for moment in (loss_bytes(run, sizes, layout), *forward_moments(run, sizes))]
     behind = head_gradients(run, sizes, summed) + embedding_gradient(run, sizes)
@@ -56,6 +58,7 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
     # The first layers' backward, and the embedding's, with all other gradients there.
     last = carried + summed(trained) + parts(gradients=run.model.vocab_size * run.model.hidden_size * FLOAT)
     found.append(last + parts(activations=2 * sizes.stream * sizes.wide))
+    found.append(carried + summed(trained) + tower_kept(run, sizes) + tower_backward(run, sizes))
     for segment in segments:
         if segment.repeats == 1 and 0 not in scanned:
             found += [carried + summed(trained) + moment for moment in unit_backward(run, sizes, layout, segment.unit)]
@@ -111,11 +114,13 @@ def further_blocks(run: RunConfig, sizes: LayerSizes) -> Bytes:
 
 
 def forward_moments(run: RunConfig, sizes: LayerSizes) -> list[Bytes]:
-    """The forward pass of experts: what is sent and received and a buffer for it, rows, those of width 2 F and a buffer, results. Room for what is kept is
-    there from the beginning, so that with further blocks behind the layers this can be the fullest moment."""
+    """The forward pass of experts: what is sent and received and a buffer for it, rows, those of width 2 F and a buffer, results.
+
+    Room for what is kept is there from the beginning, so with further blocks behind the layers this can be the fullest moment.
+    """
     if not run.mtp_blocks or not run.model.num_moe_layers:
         return []
-    width = sizes.shape.rows * sizes.expert_width() / sizes.shape.tensor
+    width = sizes.shape.rows * sum(sizes.expert_widths) / sizes.shape.tensor
     rows = (2 * sizes.shape.rows + 3 * sizes.shape.sent) * run.model.hidden_size
     return [parts(dispatch=(rows + 4 * width) * sizes.shape.width)]
 
