@@ -28,7 +28,7 @@ Bytes = Counter[str]
 def parts(**sizes: float) -> Bytes:
     """Bytes by category."""
     found: Bytes = Counter()
-    found.update(sizes)  # type: ignore[arg-type]
+    found.update(sizes)
     return found
 
 

@@ -103,7 +103,7 @@ def state_bytes(run: RunConfig, layout: Layout, moments: Layout) -> Mapping[str,
     compression holds back), `batch`."""
     kept, moved, trained = elements(layout), elements(moments), trained_of(run)
     summed = sum(map(moved, trained)) * FLOAT
-    optimizer = summed * (2 + (run.optimizer.ema_decay is not None))
+    optimizer: float = summed * (2 + (run.optimizer.ema_decay is not None))
     if run.optimizer.gradient_compression != "none":
         # As wide as the gradient before the sum over the data axis; the part that a device rounds once more in 8 bits.
         held = sum(n for n in map(kept, trained) if n >= LEAST_COMPRESSED) * FLOAT

@@ -24,7 +24,7 @@ def tower_kept(run: RunConfig, sizes: LayerSizes) -> Bytes:
     rows, wide = sizes.shape.patches * vision.hidden_size, sizes.wide
     if plan.everything:
         # Norms: the input, twice it centred, the normed rows in float32, scaled rows; q, k and v cut and turned, the output twice.
-        block = 2 * rows * (3 * FLOAT + wide) + (3 + 2 + 2) * rows * wide
+        block: float = 2 * rows * (3 * FLOAT + wide) + (3 + 2 + 2) * rows * wide
         # The MLP's first product, the activation's derivative and result.
         block += 3 * sizes.shape.patches * vision.intermediate_size * wide
     else:
