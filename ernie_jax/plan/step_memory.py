@@ -24,7 +24,7 @@ from ernie_jax.plan.activation_memory import (
 from ernie_jax.plan.state_memory import Weight, elements, trained_of, weights_of
 from ernie_jax.plan.vision_memory import feature_bytes, tower_backward, tower_kept
 from ernie_jax.plan.workspace import expert_gradients, expert_moments, loss_bytes, open_experts
-from ernie_jax.sharding import BATCH_AXES, Layout
+from ernie_jax.sharding import BATCH_AXES, Layout, make_layout
 
 
 def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Layout) -> list[Bytes]:
@@ -49,12 +49,16 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
     further = further_blocks(run, sizes)
     found = [between + further + moment for moment in (loss_bytes(run, sizes, layout), *forward_moments(run, sizes))]
     behind = head_gradients(run, sizes, summed) + embedding_gradient(run, sizes)
-    local = elements(layout)
+    # ZeRO 3 too has the weights of a layer, and their gradient, whole while it runs.
+    used = make_layout(layout.mesh, run.model, "tp_sp")
+    local = elements(used)
     for i in scanned:
         found += [between + behind + moment for moment in unit_backward(run, sizes, layout, segments[i].unit)]
-        # A layer's gradients, of whole weights, before and after their sum over the devices that share them.
-        alone = sum(local(w) for w in trained if w.segment == i and is_shared(w, layout)) / segments[i].repeats
-        found.append(between + behind + parts(collectives=2 * alone * sizes.wide, activations=3 * sizes.stream * sizes.wide))
+        # A layer's gradients, of whole weights, before and after their sum over the devices that share them; a sum that
+        # splits what it adds, which XLA:CPU does not have, leaves only a part of them.
+        copies = 2 if sizes.on_cpu or run.mesh.zero == 0 else 1
+        alone = sum(local(w) for w in trained if w.segment == i and is_shared(w, used)) / segments[i].repeats
+        found.append(between + behind + parts(collectives=copies * alone * sizes.wide, activations=3 * sizes.stream * sizes.wide))
     # The first layers' backward, and the embedding's, with all other gradients there.
     last = carried + summed(trained) + parts(gradients=run.model.vocab_size * run.model.hidden_size * FLOAT)
     found.append(last + parts(activations=2 * sizes.stream * sizes.wide))

@@ -44,10 +44,10 @@ def stage_transfers(out: Communication, step: StepSizes) -> None:
         if is_vision(weight):
             continue
         if step.tensor > 1 and each.gathered_over:
-            # What ZeRO 3 splits is whole in a stage where there is a tensor axis.
-            held = each.used
-            out.gather(each.gathered_over, held * weight.layers / step.stages, dtype, 1, "stage_weights")
-        if weight.is_matrix and not staged:
+            # What ZeRO 3 splits is whole in a stage where there is a tensor axis, and from one split to the other the partitioner
+            # knows no way but through the whole of all stages.
+            out.gather((*STAGES, *each.gathered_over), each.used * weight.layers, dtype, 1, "stage_weights")
+        elif weight.is_matrix and not staged:
             out.gather(STAGES, held * weight.layers, dtype, 1, "stage_weights")
         elif weight.is_matrix:
             out.add("all-to-all", STAGES, held * places, dtype, 1, "stage_weights")

@@ -95,10 +95,10 @@ class ModelStages:
                 value = self.dtypes.cast(value)
             kept = value.dtype
             # XLA:CPU would send 16-bit floats as float32.
-            bits = jax.lax.bitcast_convert_type(value, jnp.uint16) if kept.itemsize == 2 else value
-            # Where it is kept, but for what ZeRO has split and stages have whole: from one split straight to the other the
-            # partitioner may know no way but through the whole of all stages, and it would move before the cast.
-            bits = self._constrained(bits, self.layout.spec(self._axes[path]))
+            bits = value
+            if kept.itemsize == 2:
+                # Pinned where it is kept: the partitioner would otherwise move the numbers before the cast.
+                bits = self._constrained(jax.lax.bitcast_convert_type(value, jnp.uint16), self.layout.spec(self._axes[path]))
             if path.startswith(self.prefix):
                 where = PartitionSpec("pipeline", None, None, *self._of_stage(self._axes[path][1:]))
                 placed = self._constrained(self.plan.to_stages(bits), where)

@@ -96,10 +96,12 @@ LARGE = [
     ("ernie-4.5-300b-a47b", {}, 41.77),
     ("ernie-4.5-300b-a47b", {"mesh": {"data": 512, "zero": 3}, "batch_size": 4096, "accumulate": 2}, 107.62),
     ("ernie-4.5-vl-424b-a47b", {"patches": 256}, 55.78),
+    # For 64.
+    ("ernie-4.5-21b-a3b", {"mesh": {"data": 8, "expert": 8, "zero": 1}, "batch_size": 64}, 30.56),
 ]
 
 
-@pytest.mark.parametrize(("preset", "changes", "gib"), LARGE, ids=["300b-p8t8e8", "300b-d512", "424b-p8t8e8"])
+@pytest.mark.parametrize(("preset", "changes", "gib"), LARGE, ids=["300b-p8t8e8", "300b-d512", "424b-p8t8e8", "21b-d8e8"])
 def test_large_models(preset, changes, gib):
     run, changes = large(preset), dict(changes)
     if "patches" in changes:
@@ -120,7 +122,7 @@ def test_stages_and_categories():
     assert all(size >= 0 for size in memory.fullest.parts.values())
     assert memory.bytes == sum(memory.fullest.parts.values())
     # On CPU 16-bit products are made of float32 copies.
-    assert predict_memory(large(), "cpu").bytes > memory.bytes
+    assert memory.bytes < 0.9 * predict_memory(large(), "cpu").bytes
 
 
 def test_moments_of_300b_by_hand():
