@@ -42,8 +42,9 @@ def pipeline_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments:
     share = plan.places * plan.virtual_stages / plan.repeats
     # Sums over microbatches, of the stage's layers and of what every stage has.
     sums = parts(gradients=sum(share * held(w) for w in of_stage) * FLOAT + sum(map(held, of_edges)) * FLOAT)
-    # Those of the chunk at hand, in the format of the weights.
-    chunk = parts(gradients=sum(plan.places / plan.repeats * held(w) * _itemsize(w, sizes) for w in of_stage))
+    # Those of the chunk at hand, in the format of the weights; a single layer's are no stack that is there from the beginning.
+    stacked = 0 if plan.places == 1 else plan.places / plan.repeats
+    chunk = parts(gradients=sum(stacked * held(w) * _itemsize(w, sizes) for w in of_stage))
     base = base + sums + waiting_bytes(run, sizes, stages) + feature_bytes(run, sizes, layout, run.parts)
     chunk.update(chunk_weights(run, sizes, plan, spread, whole))
     kept = times(plan.places, kept_by_unit(sizes, run.compute.remat, unit))

@@ -48,7 +48,7 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
     between += tower_kept(run, sizes) + feature_bytes(run, sizes, layout, 1)
     further = further_blocks(run, sizes)
     found = [between + further + moment for moment in (loss_bytes(run, sizes, layout), *forward_moments(run, sizes))]
-    behind = head_gradients(run, sizes, summed) + embedding_gradient(run, sizes)
+    behind = head_gradients(run, sizes, layout, summed) + embedding_gradient(run, sizes)
     # ZeRO 3 too has the weights of a layer, and their gradient, whole while it runs.
     used = make_layout(layout.mesh, run.model, "tp_sp")
     local = elements(used)
@@ -87,17 +87,19 @@ def kept_weights(run: RunConfig, sizes: LayerSizes, layout: Layout, segment: int
 
 
 def brought_once(run: RunConfig, sizes: LayerSizes, layout: Layout, scanned: Sequence[int]) -> Bytes:
-    """What several microbatches need alike is brought together before the first of them: with a tensor axis the table of
-    embeddings, with ZeRO 3 all weights that no scan takes apart."""
+    """What several microbatches need alike is made before the first of them, of weights that no scan takes apart: with ZeRO 3 whole
+    ones, and with a tensor axis the whole table of embeddings; where the compute format is another, in that."""
     if run.parts == 1:
         return Counter()
     table = run.model.vocab_size * run.model.hidden_size
-    if not splits_weights(layout):
+    split, cast = splits_weights(layout), sizes.shape.width < FLOAT
+    if not split and not cast:
         return parts(collectives=table * FLOAT if sizes.shape.tensor > 1 else 0)
-    whole = elements(layout, without=BATCH_AXES)
-    outside = [w for w in weights_of(run) if w.segment not in scanned]
-    # Tables are looked up and multiplied in the compute format, other weights multiplied in what products are made of.
-    return parts(collectives=sum(whole(w) * (sizes.wide if w.cast else sizes.shape.width) for w in outside))
+    whole = elements(layout, without=BATCH_AXES if split else ())
+    outside = [w for w in weights_of(run) if w.segment not in scanned and len(w.shape) > 1]
+    # A table is looked up and multiplied: on CPU also as the float32 copy that products are made of.
+    of_table = sizes.shape.width + (sizes.wide if cast and sizes.on_cpu else 0)
+    return parts(collectives=sum(whole(w) * (sizes.wide if w.cast else of_table) for w in outside))
 
 
 def splits_weights(layout: Layout) -> bool:
@@ -129,14 +131,15 @@ def forward_moments(run: RunConfig, sizes: LayerSizes) -> list[Bytes]:
     return [parts(dispatch=(rows + 4 * width) * sizes.shape.width)]
 
 
-def head_gradients(run: RunConfig, sizes: LayerSizes, summed: Callable[[Iterable[Weight]], Bytes]) -> Bytes:
+def head_gradients(run: RunConfig, sizes: LayerSizes, layout: Layout, summed: Callable[[Iterable[Weight]], Bytes]) -> Bytes:
     """Gradients that are there before the layers': of the head, once for each block of multi-token prediction too, and of those
     blocks. They wait whole for a sum with others over devices, but that of a single tied table in float32."""
     trained = trained_of(run)
     tables = [w for w in trained if w.path in ("embed/embedding", "lm_head/kernel")]
     if not run.mtp_blocks and run.model.tie_word_embeddings and sizes.shape.width == FLOAT:
         return summed(tables)
-    table = run.model.vocab_size * run.model.hidden_size / sizes.shape.tensor
+    # ZeRO 3 has taken a table's apart by then.
+    table = 0 if splits_weights(layout) else run.model.vocab_size * run.model.hidden_size / sizes.shape.tensor
     blocks = sum(math.prod(w.shape) for w in trained if w.path.startswith("mtp/")) / sizes.shape.tensor
     return parts(gradients=((1 + run.mtp_blocks) * table * bool(tables) + blocks) * FLOAT)
 
