@@ -75,9 +75,8 @@ def expert_moments(sizes: LayerSizes, *, kept: bool, full: bool, branch: bool) -
     moments = [parts(dispatch=arrival), parts(dispatch=middle + (0 if bits else 2 * widest))]
     if not sizes.mlp_width("moe"):
         return moments
-    if full and not shape.sent:
-        # Made again, the experts wait for their results' gradients, which come later, but for empty buffers; between tensor shards
-        # both gradients of results are gathered.
+    if t == 1 or (full and not shape.sent):
+        # The experts come later, but for empty buffers; between tensor shards both gradients of results are gathered.
         middle = buffers + 3 * width
         moments.append(parts(activations=2 * sizes.gathered * sizes.wide if t > 1 else 0))
     else:
