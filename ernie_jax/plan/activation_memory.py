@@ -95,10 +95,11 @@ class LayerSizes:
         moe = self.model.moe
         return self.model.intermediate_size if kind == "dense" or moe is None else moe.shared_intermediate_size
 
-    def expert_width(self) -> float:
-        """F, or of a vision-language model the wider of its two kinds of experts."""
+    @property
+    def expert_widths(self) -> tuple[int, ...]:
+        """F of each set of experts, text and vision, which share the rows."""
         moe = self.model.moe
-        return 0 if moe is None else max(moe.intermediate_size, moe.vision_intermediate_size or 0)
+        return () if moe is None else tuple(w for w in (moe.intermediate_size, moe.vision_intermediate_size) if w)
 
     def local_experts(self) -> bool:
         """Whether no rows are exchanged: then the experts start from the tokens at hand."""

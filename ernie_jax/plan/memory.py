@@ -16,6 +16,7 @@ from ernie_jax.plan.activation_memory import Bytes, LayerSizes
 from ernie_jax.plan.pipeline_memory import pipeline_moments
 from ernie_jax.plan.state_memory import state_bytes
 from ernie_jax.plan.step_memory import step_moments
+from ernie_jax.train.gradients import check_batch_size
 from ernie_jax.train.remat_prediction import StepShape
 from ernie_jax.train.state import moment_layout
 
@@ -70,6 +71,7 @@ def predict_memory(run: RunConfig, platform: str = "gpu") -> StepMemory:
       ValueError: sizes of the mesh that the model or the batch do not allow; `remat="auto"`, which is a choice still to be made.
     """
     layout = abstract_layout(run)
+    check_batch_size(run.batch_size, run.parts, layout)
     moments = moment_layout(run, layout)
     shape = StepShape.of(run, layout, platform)
     sizes = LayerSizes.of(run, shape, layout, platform)

@@ -19,6 +19,7 @@ from ernie_jax.plan.model_weights import ModelWeight
 from ernie_jax.plan.pipeline_shares import stage_plan
 from ernie_jax.plan.state_memory import elements, trained_of, weights_of
 from ernie_jax.plan.step_memory import open_between, unit_backward
+from ernie_jax.plan.vision_memory import feature_bytes, tower_backward, tower_kept
 from ernie_jax.plan.workspace import loss_bytes
 from ernie_jax.sharding import Layout, make_layout
 from ernie_jax.train.stages import pipelined_segment
@@ -41,9 +42,10 @@ def pipeline_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments:
     share = plan.places * plan.virtual_stages / plan.repeats
     # Sums over microbatches, of the stage's layers and of what every stage has.
     sums = parts(gradients=sum(share * held(w) for w in of_stage) * FLOAT + sum(map(held, of_edges)) * FLOAT)
-    # Those of the chunk at hand, in the format of the weights.
-    chunk = parts(gradients=sum(plan.places / plan.repeats * held(w) * _itemsize(w, sizes) for w in of_stage))
-    base = base + sums + waiting_bytes(run, sizes, plan.stages)
+    # Those of the chunk at hand, in the format of the weights; a single layer's are no stack that is there from the beginning.
+    stacked = 0 if plan.places == 1 else plan.places / plan.repeats
+    chunk = parts(gradients=sum(stacked * held(w) * _itemsize(w, sizes) for w in of_stage))
+    base = base + sums + waiting_bytes(run, sizes, plan.stages) + feature_bytes(run, sizes, layout, run.parts)
     chunk.update(chunk_weights(run, sizes, plan, spread, whole))
     kept = times(plan.places, kept_by_unit(sizes, run.compute.remat, unit))
     if len(set(plan.counts)) > 1 and remat_plan(remat_within(run.compute.remat, kinds_of(unit, run.model))).everything:
@@ -54,6 +56,8 @@ def pipeline_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments:
     branch = len(set(plan.counts)) > 1
     found += [base + chunk + kept + moment for moment in unit_backward(run, sizes, layout, unit, branch=branch)]
     found += [base + moment for moment in edge_moments(run, sizes, layout, segments, spread)]
+    # A tower's backward pass, a microbatch at a time, with the features' gradients of all.
+    found.append(sums + feature_bytes(run, sizes, layout, run.parts) + tower_kept(run, sizes) + tower_backward(run, sizes))
     # Behind the loop the sums go to where the moments are.
     found.append(sums + parts(gradients=sum(map(elements(moments), trained)) * FLOAT))
     return found
@@ -99,7 +103,7 @@ def kept_by_branches(run: RunConfig, sizes: LayerSizes, plan: StagePlan, spread:
     and in each layer a copy of the chunk's weights of their first product where they are float32. Of one layer more, what is
     read back and the zeros of the branch that is not taken."""
     shape = sizes.shape
-    width = shape.rows * sizes.expert_width() / shape.tensor * sizes.wide
+    width = shape.rows * sum(sizes.expert_widths) / shape.tensor * sizes.wide
     rows = shape.rows * run.model.hidden_size * sizes.wide
     experts = [w for w in weights_of(run) if w.segment == spread and w.cast and w.axes[1] == "expert"]
     chunk = sum(plan.places / plan.repeats * whole(w) for w in experts) * FLOAT

@@ -23,8 +23,9 @@ from ernie_jax.plan.activation_memory import (
 )
 from ernie_jax.plan.model_weights import ModelWeight
 from ernie_jax.plan.state_memory import elements, trained_of, weights_of
+from ernie_jax.plan.vision_memory import feature_bytes, tower_backward, tower_kept
 from ernie_jax.plan.workspace import expert_gradients, expert_moments, loss_bytes, open_experts
-from ernie_jax.sharding import BATCH_AXES, Layout
+from ernie_jax.sharding import BATCH_AXES, Layout, make_layout
 
 
 def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Layout) -> list[Bytes]:
@@ -37,7 +38,7 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
         return parts(gradients=sum(map(moved, weights)) * FLOAT)
 
     # Of stacks that a scan differentiates the sums are there from the beginning, as zeros.
-    stacks = summed(w for w in trained if w.segment in scanned)
+    stacks = summed(w for w in trained if w.segment in scanned or w.path.startswith("vision_tower/blocks/"))
     # With several microbatches the step's sums too.
     carried = summed(trained) if run.parts > 1 else Counter()
     kept: Bytes = Counter()
@@ -45,18 +46,24 @@ def step_moments(run: RunConfig, sizes: LayerSizes, layout: Layout, moments: Lay
         kept.update(times(segments[i].repeats, kept_by_unit(sizes, run.compute.remat, segments[i].unit)))
         kept.update(kept_weights(run, sizes, layout, i))
     between = open_between(run, sizes, layout, segments) + carried + stacks + kept + brought_once(run, sizes, layout, scanned)
+    between += tower_kept(run, sizes) + feature_bytes(run, sizes, layout, 1)
     further = further_blocks(run, sizes)
     found = [between + further + moment for moment in (loss_bytes(run, sizes, layout), *forward_moments(run, sizes))]
-    behind = head_gradients(run, sizes, summed) + embedding_gradient(run, sizes)
-    local = elements(layout)
+    behind = head_gradients(run, sizes, layout, summed) + embedding_gradient(run, sizes)
+    # ZeRO 3 too has the weights of a layer, and their gradient, whole while it runs.
+    used = make_layout(layout.mesh, run.model, "tp_sp")
+    local = elements(used)
     for i in scanned:
         found += [between + behind + moment for moment in unit_backward(run, sizes, layout, segments[i].unit)]
-        # A layer's gradients, of whole weights, before and after their sum over the devices that share them.
-        alone = sum(local(w) for w in trained if w.segment == i and is_shared(w, layout)) / segments[i].repeats
-        found.append(between + behind + parts(collectives=2 * alone * sizes.wide, activations=3 * sizes.stream * sizes.wide))
+        # A layer's gradients, of whole weights, before and after their sum over the devices that share them; a sum that
+        # splits what it adds, which XLA:CPU does not have, leaves only a part of them.
+        copies = 2 if sizes.on_cpu or run.mesh.zero == 0 else 1
+        alone = sum(local(w) for w in trained if w.segment == i and is_shared(w, used)) / segments[i].repeats
+        found.append(between + behind + parts(collectives=copies * alone * sizes.wide, activations=3 * sizes.stream * sizes.wide))
     # The first layers' backward, and the embedding's, with all other gradients there.
     last = carried + summed(trained) + parts(gradients=run.model.vocab_size * run.model.hidden_size * FLOAT)
     found.append(last + parts(activations=2 * sizes.stream * sizes.wide))
+    found.append(carried + summed(trained) + tower_kept(run, sizes) + tower_backward(run, sizes))
     for segment in segments:
         if segment.repeats == 1 and 0 not in scanned:
             found += [carried + summed(trained) + moment for moment in unit_backward(run, sizes, layout, segment.unit)]
@@ -81,17 +88,19 @@ def kept_weights(run: RunConfig, sizes: LayerSizes, layout: Layout, segment: int
 
 
 def brought_once(run: RunConfig, sizes: LayerSizes, layout: Layout, scanned: Sequence[int]) -> Bytes:
-    """What several microbatches need alike is brought together before the first of them: with a tensor axis the table of
-    embeddings, with ZeRO 3 all weights that no scan takes apart."""
+    """What several microbatches need alike is made before the first of them, of weights that no scan takes apart: with ZeRO 3 whole
+    ones, and with a tensor axis the whole table of embeddings; where the compute format is another, in that."""
     if run.parts == 1:
         return Counter()
     table = run.model.vocab_size * run.model.hidden_size
-    if not splits_weights(layout):
+    split, cast = splits_weights(layout), sizes.shape.width < FLOAT
+    if not split and not cast:
         return parts(collectives=table * FLOAT if sizes.shape.tensor > 1 else 0)
-    whole = elements(layout, without=BATCH_AXES)
-    outside = [w for w in weights_of(run) if w.segment not in scanned]
-    # Tables are looked up and multiplied in the compute format, other weights multiplied in what products are made of.
-    return parts(collectives=sum(whole(w) * (sizes.wide if w.cast else sizes.shape.width) for w in outside))
+    whole = elements(layout, without=BATCH_AXES if split else ())
+    outside = [w for w in weights_of(run) if w.segment not in scanned and len(w.shape) > 1]
+    # A table is looked up and multiplied: on CPU also as the float32 copy that products are made of.
+    of_table = sizes.shape.width + (sizes.wide if cast and sizes.on_cpu else 0)
+    return parts(collectives=sum(whole(w) * (sizes.wide if w.cast else of_table) for w in outside))
 
 
 def splits_weights(layout: Layout) -> bool:
@@ -114,23 +123,24 @@ def further_blocks(run: RunConfig, sizes: LayerSizes) -> Bytes:
 def forward_moments(run: RunConfig, sizes: LayerSizes) -> list[Bytes]:
     """The forward pass of experts: what is sent and received and a buffer for it, rows, those of width 2 F and a buffer, results.
 
-    Room for what is kept is there from the beginning, so that with further blocks behind the layers this can be the fullest moment.
+    Room for what is kept is there from the beginning, so with further blocks behind the layers this can be the fullest moment.
     """
     if not run.mtp_blocks or not run.model.num_moe_layers:
         return []
-    width = sizes.shape.rows * sizes.expert_width() / sizes.shape.tensor
+    width = sizes.shape.rows * sum(sizes.expert_widths) / sizes.shape.tensor
     rows = (2 * sizes.shape.rows + 3 * sizes.shape.sent) * run.model.hidden_size
     return [parts(dispatch=(rows + 4 * width) * sizes.shape.width)]
 
 
-def head_gradients(run: RunConfig, sizes: LayerSizes, summed: Callable[[Iterable[ModelWeight]], Bytes]) -> Bytes:
+def head_gradients(run: RunConfig, sizes: LayerSizes, layout: Layout, summed: Callable[[Iterable[ModelWeight]], Bytes]) -> Bytes:
     """Gradients that are there before the layers': of the head, once for each block of multi-token prediction too, and of those
     blocks. They wait whole for a sum with others over devices, but that of a single tied table in float32."""
     trained = trained_of(run)
     tables = [w for w in trained if w.path in ("embed/embedding", "lm_head/kernel")]
     if not run.mtp_blocks and run.model.tie_word_embeddings and sizes.shape.width == FLOAT:
         return summed(tables)
-    table = run.model.vocab_size * run.model.hidden_size / sizes.shape.tensor
+    # ZeRO 3 has taken a table's apart by then.
+    table = 0 if splits_weights(layout) else run.model.vocab_size * run.model.hidden_size / sizes.shape.tensor
     blocks = sum(math.prod(w.shape) for w in trained if w.path.startswith("mtp/")) / sizes.shape.tensor
     return parts(gradients=((1 + run.mtp_blocks) * table * bool(tables) + blocks) * FLOAT)
 

@@ -23,7 +23,7 @@ def expert_gradients(run: RunConfig, sizes: LayerSizes, layout: Layout) -> Bytes
     moe = run.model.moe
     assert moe is not None
     t, w = sizes.shape.tensor, sizes.shape.width
-    one = 3 * run.model.hidden_size * sizes.expert_width() / t
+    one = 3 * run.model.hidden_size * sum(sizes.expert_widths) / t
     own = moe.num_experts / layout.shards("expert")
     gathered = 0.0
     axes = [axis for axis in layout.rules.mesh_axes("expert_embed") if axis != "pipeline"]
@@ -40,8 +40,8 @@ def open_experts(sizes: LayerSizes) -> Bytes:
     """Of experts that no loop keeps apart, like `open_mlp`: rows received, rows by expert and the buffer for their gradients; gate,
     up, activation, its derivative, product and the buffer for its gradient."""
     shape = sizes.shape
-    rows = (2 * shape.rows + shape.sent) * sizes.model.hidden_size
-    return parts(dispatch=(rows + 6 * shape.rows * sizes.expert_width() / shape.tensor) * shape.width)
+    rows = ((1 + len(sizes.expert_widths)) * shape.rows + shape.sent) * sizes.model.hidden_size
+    return parts(dispatch=(rows + 6 * shape.rows * sum(sizes.expert_widths) / shape.tensor) * shape.width)
 
 
 def expert_moments(sizes: LayerSizes, *, kept: bool, full: bool, branch: bool) -> list[Bytes]:
@@ -56,7 +56,10 @@ def expert_moments(sizes: LayerSizes, *, kept: bool, full: bool, branch: bool) -
     shape = sizes.shape
     w, t = shape.width, shape.tensor
     rows = shape.rows * sizes.model.hidden_size * w
-    width = shape.rows * sizes.expert_width() / t * w
+    width = shape.rows * sum(sizes.expert_widths) / t * w
+    # One buffer for the gradients of rows for each set of experts.
+    buffers = len(sizes.expert_widths) * rows
+    widest = shape.rows * max(sizes.expert_widths) / t * w
     remade = 0 if kept else 2 * width
     # The results' gradients arrive: what is sent and what is received, both there at once, as float32 on CPU; already made are the
     # experts' rows, the buffer for their gradients, and of width F the activation, its derivative and product. Out of a branch
@@ -65,17 +68,16 @@ def expert_moments(sizes: LayerSizes, *, kept: bool, full: bool, branch: bool) -
     exchange = 2 * shape.sent * sizes.model.hidden_size * sizes.wide
     doubled = bits and branch
     narrow = 6 if doubled else 3 if full and not bits else 4
-    arrival = exchange + (3 if doubled else 2) * rows + narrow * width + remade
+    arrival = exchange + buffers + (2 if doubled else 1) * rows + narrow * width + remade
     # The gradient of gate and up is made: also there are the results' gradients, by row, and those of the product. Of 16-bit ones
     # on CPU gate and up are taken apart first, and their gradient takes that place.
-    middle = 3 * rows + narrow * width + remade
-    moments = [parts(dispatch=arrival), parts(dispatch=middle + (0 if bits else 2 * width))]
+    middle = buffers + 2 * rows + narrow * width + remade
+    moments = [parts(dispatch=arrival), parts(dispatch=middle + (0 if bits else 2 * widest))]
     if not sizes.mlp_width("moe"):
         return moments
-    if full and not shape.sent:
-        # Made again, the experts wait for their results' gradients, which come later, but for empty buffers; between tensor shards
-        # both gradients of results are gathered.
-        middle = rows + 3 * width
+    if t == 1 or (full and not shape.sent):
+        # The experts come later, but for empty buffers; between tensor shards both gradients of results are gathered.
+        middle = buffers + 3 * width
         moments.append(parts(activations=2 * sizes.gathered * sizes.wide if t > 1 else 0))
     else:
         moments.append(Counter())

@@ -2,8 +2,9 @@
 
     python tests/plan/compiled_memory.py [NAME ...]
 
-compiles the steps of the file's runs, all or those named, for eight fake CPU devices, and writes the bytes of one device. To add a
-run, add an entry with its name and overrides (see `run_of` in compiled_collectives.py).
+compiles the steps of the file's runs, all or those named, for eight fake CPU devices, and writes the bytes of one. To add a run,
+add an entry with its name and overrides (see `run_of` in compiled_collectives.py). A step takes half a minute or more, so tests
+compile few of them and take the file for the rest.
 """
 
 from __future__ import annotations
