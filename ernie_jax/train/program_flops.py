@@ -54,7 +54,7 @@ class _Counter:
         if name.startswith("ragged_dot"):
             return self._ragged(equation), everything
         if name == "scan":
-            return self._scan(params, out)
+            return self._scan(equation, out)
         if name == "while":
             carried = [True] * len(params["body_jaxpr"].jaxpr.outvars)
             return (length + 1) / 2 * self.count(params["body_jaxpr"].jaxpr, carried, 1)[0], everything
@@ -72,11 +72,11 @@ class _Counter:
             flops *= math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         return flops, uses
 
-    def _scan(self, params: dict[str, Any], out: list[bool]) -> tuple[float, list[bool]]:
-        consts, carries, jaxpr = params["num_consts"], params["num_carry"], params["jaxpr"].jaxpr
+    def _scan(self, equation: JaxprEqn, out: list[bool]) -> tuple[float, list[bool]]:
+        (consts, carries), params = scan_parts(equation), equation.params
         wanted = list(out)
         while True:
-            flops, uses = self.count(jaxpr, wanted, params["length"])
+            flops, uses = self.count(params["jaxpr"].jaxpr, wanted, params["length"])
             # What a round needs of the carry, the round before has to give.
             carried = [a or b for a, b in zip(wanted[:carries], uses[consts : consts + carries], strict=True)]
             if carried == wanted[:carries]:
@@ -89,6 +89,21 @@ class _Counter:
         # [R, D] x [E, D, F], or [R, D] x [R, F].
         width = other.size // other.shape[0] // (rows.shape[1] if other.ndim == 3 else 1)
         return 2.0 * rows.size * width * self._ragged_share
+
+
+def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
+    """(number of constants, number of carried values) of a scan, first among its inputs; carried ones are first among its outputs.
+
+    Read off shapes, as what a round takes or gives a piece of has a dimension less inside: parameters of the primitive differ
+    between versions of JAX.
+    """
+    inner = equation.params["jaxpr"].jaxpr
+
+    def whole(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        return sum(_array(a).ndim == _array(b).ndim for a, b in zip(outside, inside, strict=True))
+
+    carries = whole(equation.outvars, inner.outvars)
+    return whole(equation.invars, inner.invars) - carries, carries
 
 
 def _array(value: Any) -> ShapedArray:

@@ -12,6 +12,7 @@ from ernie_jax.models import batch_shardings
 from ernie_jax.sharding import one_device_mesh
 from ernie_jax.testing import tiny_moe
 from ernie_jax.train.gradients import make_gradients
+from ernie_jax.train.program_flops import scan_parts
 from ernie_jax.train.state import abstract_state, run_layout
 
 LAYERS, BATCH, TOKENS, K, D, F = 4, 2, 256, 3, 32, 256
@@ -48,7 +49,7 @@ def kept_for_experts(precision, remat):
     run, layout, state, batch = parts(precision, remat)
     found = {}
     for scan in scans(jax.make_jaxpr(make_gradients(run, layout))(state, batch).jaxpr):
-        for value in scan.outvars[scan.params["num_carry"] :]:
+        for value in scan.outvars[scan_parts(scan)[1] :]:
             aval = value.aval
             if aval.shape[:2] == (LAYERS, BATCH * TOKENS * K) and jnp.issubdtype(aval.dtype, jnp.floating):
                 found[aval.dtype.name] = found.get(aval.dtype.name, 0) + aval.size * aval.dtype.itemsize
