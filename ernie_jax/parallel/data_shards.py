@@ -103,7 +103,7 @@ def nothing_held_by_shards(
     def of_shards(name: str, held: HeldBack | None) -> HeldBack | None:
         if held is None:
             return None
-        of_sum = None if held.of_sum is None else jnp.zeros((shards, *grids[name], held.of_sum.size), jnp.float32)
+        of_sum = jnp.zeros((shards, *grids[name], held.of_sum.size), jnp.float32)
         return HeldBack(jnp.zeros((shards, *shapes[name]), jnp.float32), of_sum)
 
     return {name: of_shards(name, held) for name, held in nothing_held(compression, sizes, shards, least).items()}
@@ -122,8 +122,6 @@ def held_by_arrays(held: Mapping[str, HeldBack], specs: Specs, layout: Layout) -
 
     def device(held: dict[str, HeldBack]) -> dict[str, HeldBack]:
         def back(own: HeldBack) -> HeldBack:
-            if own.of_sum is None:
-                return own
             part, of_array = own.of_sum.reshape(-1), own.of_array.reshape(-1)
             whole = jnp.zeros((layout.mesh.shape["data"] * part.size,), jnp.float32)
             whole = jax.lax.dynamic_update_slice(whole, part, (jax.lax.axis_index("data") * part.size,))

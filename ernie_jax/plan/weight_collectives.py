@@ -5,7 +5,7 @@ R layers of a stack, v chunks of C places a stage, D model. Between steps the st
 
 from __future__ import annotations
 
-from ernie_jax.parallel.compressed import Sparse, make_compression
+from ernie_jax.parallel.compressed import make_compression
 from ernie_jax.plan.communication import Communication
 from ernie_jax.plan.model_weights import ModelWeight
 from ernie_jax.plan.pipeline_shares import stage_plan
@@ -61,7 +61,7 @@ def stage_transfers(out: Communication, step: StepSizes) -> None:
 def compressed(out: Communication, step: StepSizes) -> None:
     """Adds the sums of gradients over the data axis, once a step and each device's part of a gradient on its own.
 
-    Rounded ones are sent to those that add them, and the sums to all; of sparse ones, everyone gets everyone's.
+    They are sent to those that add them, and the sums to all.
     """
     config = step.run.optimizer
     if config.gradient_compression == "none":
@@ -71,11 +71,10 @@ def compressed(out: Communication, step: StepSizes) -> None:
         size = round(each.used * each.weight.layers)
         if size < LEAST_COMPRESSED:
             out.sum(("data",), size, "f32", 1, "compressed_sum")
-        elif isinstance(compression, Sparse):
-            out.gather(("data",), compression.bytes(size, devices) / 4, "u32", 1, "compressed_sum")
         else:
-            out.add("all-to-all", ("data",), compression.bytes(size, devices) / 2, "u8", 1, "compressed_sum")
-            out.gather(("data",), compression.bytes(size, devices) / 2, "u8", 1, "compressed_sum")
+            terms, sums = compression.bytes(size, devices)
+            out.add("all-to-all", ("data",), terms, "u8", 1, "compressed_sum")
+            out.gather(("data",), sums, "u8", 1, "compressed_sum")
 
 
 def is_vision(weight: ModelWeight) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ernie_jax.parallel import compressed_sum, make_compression, nothing_held
-from ernie_jax.parallel.compressed import largest
+from ernie_jax.parallel.largest_elements import LargestElements, largest
 from ernie_jax.sharding import make_mesh
 from ernie_jax.testing import collectives
 
@@ -50,8 +50,7 @@ def none_held(compression, arrays, least=0):
 def total_held(held, shape):
     """What all devices together hold back of one array."""
     own = np.asarray(held.of_array, np.float64).sum(0)
-    if held.of_sum is not None:
-        own += np.asarray(held.of_sum, np.float64).reshape(-1)[: own.size]
+    own += np.asarray(held.of_sum, np.float64).reshape(-1)[: own.size]
     return own.reshape(shape)
 
 
@@ -93,13 +92,33 @@ def test_rounding_by_hand():
 
 
 def test_sparse_by_hand():
-    array = np.asarray([[4.0, 1, 0, 0, 0], [0, 1, -3, 0, 0], [5, 0, 0, 0.5, 0], [0, 0, 0, 0, 2]], np.float32)
-    compression = make_compression("sparse", 0.2)
+    """Parts of 128, of which two elements each are sent, and of the sum of a part two again; the rest comes with the next sum."""
+    array = np.zeros((G, 512), np.float32)
+    array[:, 0], array[:, 1], array[:, 2] = 4.0, [1, 1, 3, 0], [0, 0, 1, 3]
+    array[2, 200], array[3, 511] = -1.0, 2.0
+    compression = make_compression("sparse", 2 / 128)
     sums, held = summed_one(compression, array)
-    assert sums.tolist() == [9.0, 0.0, -3.0, 0.0, 2.0]
-    assert held.of_array.tolist() == [[0, 1, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0.5, 0], [0, 0, 0, 0, 0]]
+    want = np.zeros(512)
+    # Of the third element the fourth device sent 3; the first part's sum has room for two.
+    want[[0, 1, 200, 511]] = 16.0, 5.0, -1.0, 2.0
+    np.testing.assert_array_equal(sums, want)
+    np.testing.assert_array_equal(held.of_array[:, 2], [0, 0, 1, 0])
+    assert held.of_sum[0, 2] == 3 and np.count_nonzero(held.of_sum) == 1
     sums, held = summed_one(compression, np.zeros_like(array), held)
-    assert sums.tolist() == [0.0, 2.0, 0.0, 0.5, 0.0], "what was held back comes next"
+    assert sums[2] == 4.0 and np.count_nonzero(sums) == 1, "what was held back comes next"
+
+
+@pytest.mark.parametrize(("fraction", "width"), [(0.01, 3 * 8), (1 / 32, 8 * 4 + 32), (0.3, 77 * 4 + 32), (1.0, 256 * 4 + 32)])
+def test_rows_of_the_largest_elements(fraction, width):
+    """Places are numbers or bits, whichever are shorter; what is read is what is the largest, bit for bit."""
+    rows = np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
+    rows[1] = 0.0
+    form = LargestElements(fraction)
+    words = jax.jit(form.write)(rows)
+    assert words.shape == (3, width) == (3, form.width(256)) and words.dtype == np.uint8
+    count = math.ceil(fraction * 256)
+    want = np.where(np.abs(rows) >= np.sort(np.abs(rows), -1)[:, -count, None], rows, 0)
+    np.testing.assert_array_equal(form.read(words, 256), want)
 
 
 @pytest.mark.parametrize("count", [1, 7, 40, 99, 100])
@@ -110,6 +129,12 @@ def test_largest_are_those_of_a_sort(count):
     array[:3] = [np.inf, 1e-40, -1e30]
     want = np.sort(np.argsort(-np.abs(array), stable=True)[:count])
     np.testing.assert_array_equal(jax.jit(largest, static_argnums=1)(array, count), want)
+
+
+def test_sums_of_many_elements_are_rounded_not_thinned():
+    dense, thin = (make_compression("sparse", fraction).bytes(4096, G) for fraction in (0.3, 0.2))
+    assert dense == (G * (4 * 308 + 128), 4096 * 132 // 128)
+    assert thin == (G * (4 * 205 + 128),) * 2
 
 
 def test_small_arrays_are_summed_as_they_are():
@@ -125,18 +150,16 @@ def test_small_arrays_are_summed_as_they_are():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [4 * 128 * 3, 1000])
 def test_bytes_in_the_compiled_program(name, size):
-    """No all-reduce is left, and what is received is as `bytes` says: near a quarter of float32's, or 8 for an element sent."""
+    """No all-reduce is left, and what is received is as `bytes` says: near a quarter of float32's, or 8 for an element sent and
+    one sent of the sum."""
     compression = make_compression(name, 0.01)
     array = np.ones((G, size), np.float32)
     text = jax.jit(functools.partial(summed_one, compression)).lower(array).compile().as_text()
     found = collectives(text)
-    assert sum(c.bytes for c in found) == compression.bytes(size, G)
-    if name == "sparse":
-        assert [c.kind for c in found] == ["all-gather"] and found[0].bytes == 8 * G * math.ceil(0.01 * size)
-        return
-    assert sorted(c.kind for c in found) == ["all-gather", "all-to-all"]
-    padded = math.ceil(size / (G * 128)) * G * 128
-    assert found[0].bytes == found[1].bytes == padded * 132 // 128
+    by_kind = {c.kind: c.bytes for c in found}
+    assert len(found) == 2 and (by_kind["all-to-all"], by_kind["all-gather"]) == compression.bytes(size, G)
+    part = math.ceil(size / (G * 128)) * 128
+    assert found[0].bytes == found[1].bytes == G * (8 * math.ceil(0.01 * part) if name == "sparse" else part * 132 // 128)
 
 
 @functools.cache
