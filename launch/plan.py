@@ -44,7 +44,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory-budget", type=float, default=0.9, help="share of a device's memory to use; default: 0.9")
     parser.add_argument("--compile", action="store_true", help="compile the step of the plan and compare what the compiler says")
     parser.add_argument("--html", metavar="FILE", help="also write a report that a browser shows")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, alone on the standard output")
     from ernie_jax.plan.serving_table import add_serving_arguments
 
     add_serving_arguments(parser)
@@ -77,7 +77,7 @@ def make(args: argparse.Namespace) -> Plan:
     from ernie_jax.plan.tables import tables
 
     # Into a file or a pipe the tables keep a width that holds their sentences.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console = Console(stderr=args.json, highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(f"Plan      {args.model} on {args.topology}, {args.dtype}, {args.optimizer}", markup=False)
     start = time.perf_counter()
     plan = make_plan(args.model, args.topology, say=lambda line: console.print(f"Search    {line}", markup=False), **settings(args))
@@ -102,7 +102,7 @@ def serve(args: argparse.Namespace) -> int:
     from ernie_jax.plan.serving import plan_serving
     from ernie_jax.plan.serving_table import serving_arguments, serving_sentence, serving_table
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console = Console(stderr=args.json, highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(f"Plan      serving {args.model} on {args.topology}", markup=False)
     plan = plan_serving(args.model, args.topology, **serving_arguments(args))
     console.print(serving_table(plan))

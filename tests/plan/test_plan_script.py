@@ -15,11 +15,11 @@ def test_the_plan_of_a_published_model():
     arguments = ["ernie-4.5-21b-a3b", "--topology=h100:64", "--global-tokens=2097152", "--mesh=expert=8", "--json"]
     done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    *before, last = done.stdout.splitlines()
+    # The result is alone on the standard output.
+    before, found = done.stderr.splitlines(), json.loads(done.stdout)
     assert before[0] == "Plan      ernie-4.5-21b-a3b on h100:64, bfloat16, adamw"
     for heading in ("the plan", "memory of a device, GiB", "time of a step on a device", "collectives of a step", "why not"):
         assert any(heading in line for line in before), heading
-    found = json.loads(last)
     assert found["fits"] is True and found["mesh"]["expert"] == 8 and found["batch_size"] == 512
     assert 0 < found["memory_gib"] < 0.9 * 80e9 / 2**30 and 0 < found["mfu"] < 1
     # As fast as its MFU says: 64 devices of 989.4 TFLOP/s.
@@ -51,7 +51,7 @@ def test_a_topology_of_ones_own(main, capsys, tmp_path):
         "intra: {bandwidth: 1e11, latency: 1e-6}, inter: {bandwidth: 1e10, latency: 1e-5}}"
     )
     assert main(["quickstart", f"--topology={file}", "--seq-len=128", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = json.loads(capsys.readouterr().out)
     assert found["devices"] == 4 and found["topology"] == "mine" and found["mesh"]["tensor"] <= 2
 
 
