@@ -34,13 +34,11 @@ class LargestElements:
     def write(self, rows: jax.Array) -> jax.Array:
         """[S, D] float32 -> [S, W] uint8."""
         columns = rows.shape[-1]
-        places = jax.vmap(lambda row: largest(row, self._count(columns)))(rows)
+        count = self._count(columns)
+        chosen = jax.vmap(lambda row: among_largest(row, count))(rows)
+        places = jax.vmap(lambda row: jnp.nonzero(row, size=count)[0])(chosen)
         values = jnp.take_along_axis(rows, places, -1)
-        if self._as_bits(columns):
-            chosen = jax.vmap(lambda place: jnp.zeros(columns, bool).at[place].set(True, unique_indices=True))(places)
-            where = jnp.packbits(chosen, axis=-1)
-        else:
-            where = to_words(places.astype(_PLACE), _BYTE)
+        where = jnp.packbits(chosen, axis=-1) if self._as_bits(columns) else to_words(places.astype(_PLACE), _BYTE)
         return jnp.concatenate([where, to_words(values, _BYTE)], -1)
 
     def read(self, words: jax.Array, columns: int) -> jax.Array:
@@ -65,8 +63,8 @@ class LargestElements:
         return math.ceil(columns / 8) if self._as_bits(columns) else _PLACE.itemsize * self._count(columns)
 
 
-def largest(array: jax.Array, count: int) -> jax.Array:
-    """Places of the `count` elements of largest magnitude of `array` [D] float32, in their order; of equal ones the first.
+def among_largest(array: jax.Array, count: int) -> jax.Array:
+    """[D] bool, which are the `count` elements of largest magnitude of `array` [D] float32; of equal ones the first.
 
     Non-negative floats are ordered as their bits are, so the least magnitude to be taken is found bit by bit, by 31 counts:
     `jax.lax.top_k` sorts where the number is large, which takes seven times as long on CPU.
@@ -80,5 +78,4 @@ def largest(array: jax.Array, count: int) -> jax.Array:
     least = jax.lax.fori_loop(0, 31, with_bit, jnp.uint32(0))
     above, equal = bits > least, bits == least
     room = count - jnp.sum(above, dtype=jnp.int32)
-    (place,) = jnp.nonzero(above | (equal & (jnp.cumsum(equal, dtype=jnp.int32) <= room)), size=count)
-    return place
+    return above | (equal & (jnp.cumsum(equal, dtype=jnp.int32) <= room))
