@@ -8,6 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "ernie_jax"
 FLOORS = {
     "config": 0,
+    "native": 0,
     "sharding": 1,
     "data": 1,
     "nn": 2,

@@ -11,13 +11,13 @@ from ernie_jax.config.remat import Remat, remat_plan
 DTYPES = ("float32", "bfloat16")
 PRECISIONS = (*DTYPES, "fp8")
 FP8_FORMATS = ("e4m3", "e5m2")
-ATTENTION = ("auto", "dense", "chunked", "cudnn")
+ATTENTION = ("auto", "native", "dense", "chunked", "cudnn")
 DISPATCH = ("auto", "local", "replicated", "all_to_all", "ragged", "two_level")
 EXCHANGE_DTYPES = ("compute", "bfloat16", "fp8", "int8")
 # What a run's `config.moe` and a model's ComputeConfig both say of the expert exchange.
 EXCHANGE_FIELDS = ("dispatch", "exchange_dtype", "exchange_backward", "exchange_chunks", "exchange_order", "expert_nodes")
 EXCHANGE_ORDER = ("together", "text_first", "vision_first")
-GROUPED_MATMUL = ("auto", "blocks", "ragged_dot", "pallas", "megablox", "dense")
+GROUPED_MATMUL = ("auto", "native", "blocks", "ragged_dot", "pallas", "megablox", "dense")
 
 
 def one_of(owner: str, field: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -12,9 +12,11 @@ from ernie_jax.nn.attention_kernels.chunked import chunked_attention
 from ernie_jax.nn.attention_kernels.cudnn import cudnn_attention
 from ernie_jax.nn.attention_kernels.dense import dense_attention
 from ernie_jax.nn.attention_kernels.mask import AttentionMask
+from ernie_jax.nn.attention_kernels.native import native_attention
 from ernie_jax.nn.attention_kernels.tiles import tile_table
 
 ATTENTION_KERNELS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, AttentionMask, int, str], jax.Array]] = {
+    "native": native_attention,
     "dense": dense_attention,
     "chunked": chunked_attention,
     "cudnn": cudnn_attention,

@@ -1,0 +1,218 @@
+// Products of sorted rows with their group's weights, float32. R rows, E groups, D contracted width, F output width, L layers.
+//
+// A group's rows are cut into chunks whose packed form stays in the second-level cache; a chunk with the columns of its output is
+// one piece of work, so that a group with most of the rows occupies all threads.
+
+#include <algorithm>
+#include <vector>
+
+#include "product.h"
+#include "workers.h"
+
+namespace ernie {
+namespace {
+
+constexpr long kDepth = 512;                // of the contracted width at a time
+constexpr long kChunk = 18 * kRows;         // rows of a chunk
+constexpr long kSide = 8 * kColumns;        // columns of a piece of work
+constexpr long kFew = 6;                    // up to so many rows, weights are read as they lie
+
+struct LeftBuffer;
+struct RightBuffer;
+
+struct Piece {
+  long group, first, rows, column, columns;
+};
+
+struct Weights {
+  const float* data;  // of the layer: [E, D, F]
+  long depth, width;  // D, F
+};
+
+
+// The starts of groups, clipped to the rows there are: sizes that do not fit must not reach other memory.
+std::vector<long> group_starts(const int32_t* sizes, long groups, long first, long rows) {
+  std::vector<long> starts(groups + 1);
+  long at = std::clamp(first, 0L, rows);
+  for (long e = 0; e < groups; ++e) {
+    starts[e] = at;
+    at = std::min(rows, at + std::max<long>(0, sizes[e]));
+  }
+  starts[groups] = at;
+  return starts;
+}
+
+// C [rows, columns] = rows [rows, depth] times a matrix, all as they lie: each number of the matrix is read once.
+template <int M>
+void few_rows(const float* left, long left_step, const float* right, long right_step, long depth, long columns, float* out, long out_step) {
+  constexpr int kWide = M <= 3 ? 4 : 2;
+  long c = 0;
+  for (; c + kWide * kLanes <= columns; c += kWide * kLanes) {
+    Vec sums[M][kWide] = {};
+    for (long k = 0; k < depth; ++k) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kWide; ++j) {
+        const Vec line = load(right + k * right_step + c + j * kLanes);
+#pragma GCC unroll 8
+        for (int i = 0; i < M; ++i) sums[i][j] += all(left[i * left_step + k]) * line;
+      }
+    }
+    for (int i = 0; i < M; ++i)
+      for (int j = 0; j < kWide; ++j) store(out + i * out_step + c + j * kLanes, sums[i][j]);
+  }
+  for (; c < columns; ++c)
+    for (int i = 0; i < M; ++i) {
+      float sum = 0;
+      for (long k = 0; k < depth; ++k) sum += left[i * left_step + k] * right[k * right_step + c];
+      out[i * out_step + c] = sum;
+    }
+}
+
+template <int M>
+void few_rows_of(long rows, const float* left, long left_step, const float* right, long right_step, long depth, long columns, float* out, long out_step) {
+  if constexpr (M > 0) {
+    if (rows == M) {
+      few_rows<M>(left, left_step, right, right_step, depth, columns, out, out_step);
+    } else {
+      few_rows_of<M - 1>(rows, left, left_step, right, right_step, depth, columns, out, out_step);
+    }
+  }
+}
+
+// One piece: rows [first, first + rows) times W or, turned, W transposed.
+void rows_piece(const Piece& piece, const float* rows, const Weights& weights, bool turned, float* out) {
+  const long depth = turned ? weights.width : weights.depth, width = turned ? weights.depth : weights.width;
+  const float* weight = weights.data + piece.group * weights.depth * weights.width;
+  const float* left = rows + piece.first * depth;
+  float* to = out + piece.first * width;
+  if (!turned && piece.rows <= kFew) {
+    few_rows_of<kFew>(piece.rows, left, depth, weight + piece.column, width, depth, piece.columns, to + piece.column, width);
+    return;
+  }
+  const long panels = up(piece.rows, kRows);
+  float* packed = thread_buffer<LeftBuffer>(panels * kRows * std::min(depth, kDepth) + kLanes);
+  float* panel = thread_buffer<RightBuffer>(kColumns * std::min(depth, kDepth) + kLanes);
+  for (long k = 0; k < depth; k += kDepth) {
+    const long deep = std::min(kDepth, depth - k);
+    for (long p = 0; p < panels; ++p) {
+      const int height = static_cast<int>(std::min<long>(kRows, piece.rows - p * kRows));
+      pack_turned<kRows>(left + p * kRows * depth + k, depth, deep, height, packed + p * kRows * deep);
+    }
+    for (long c = piece.column; c < piece.column + piece.columns; c += kColumns) {
+      const int wide = static_cast<int>(std::min<long>(kColumns, piece.column + piece.columns - c));
+      if (turned) {
+        pack_turned<kColumns>(weight + c * depth + k, depth, deep, wide, panel);
+      } else {
+        pack_lines<kColumns>(weight + k * width + c, width, deep, wide, panel);
+      }
+      for (long p = 0; p < panels; ++p) {
+        const int height = static_cast<int>(std::min<long>(kRows, piece.rows - p * kRows));
+        const float* own = packed + p * kRows * deep;
+        float* tile = to + p * kRows * width + c;
+        k == 0 ? packed_product<false>(height, wide, deep, own, panel, tile, width)
+               : packed_product<true>(height, wide, deep, own, panel, tile, width);
+      }
+    }
+  }
+}
+
+// One piece of a group's X^T dY: rows of the weights [first, first + rows), over all rows of the group.
+void weights_piece(const Piece& piece, const float* x, const float* ct, long start, long end, const Weights& shape, float* out) {
+  float* to = out + piece.group * shape.depth * shape.width + piece.first * shape.width;
+  if (start == end) {
+    for (long i = 0; i < piece.rows; ++i) std::memset(to + i * shape.width + piece.column, 0, sizeof(float) * piece.columns);
+    return;
+  }
+  const long panels = up(piece.rows, kRows), most = std::min(kDepth, end - start);
+  float* packed = thread_buffer<LeftBuffer>(panels * kRows * most);
+  float* panel = thread_buffer<RightBuffer>(kColumns * most);
+  for (long k = start; k < end; k += kDepth) {
+    const long deep = std::min(kDepth, end - k);
+    for (long p = 0; p < panels; ++p) {
+      const int height = static_cast<int>(std::min<long>(kRows, piece.rows - p * kRows));
+      pack_lines<kRows>(x + k * shape.depth + piece.first + p * kRows, shape.depth, deep, height, packed + p * kRows * deep);
+    }
+    for (long c = piece.column; c < piece.column + piece.columns; c += kColumns) {
+      const int wide = static_cast<int>(std::min<long>(kColumns, piece.column + piece.columns - c));
+      pack_lines<kColumns>(ct + k * shape.width + c, shape.width, deep, wide, panel);
+      for (long p = 0; p < panels; ++p) {
+        const int height = static_cast<int>(std::min<long>(kRows, piece.rows - p * kRows));
+        const float* own = packed + p * kRows * deep;
+        float* tile = to + p * kRows * shape.width + c;
+        k == start ? packed_product<false>(height, wide, deep, own, panel, tile, shape.width)
+                   : packed_product<true>(height, wide, deep, own, panel, tile, shape.width);
+      }
+    }
+  }
+}
+
+// Rows [R, D] (turned: [R, F]) times weights [L, E, D, F] of one layer (turned: transposed) -> [R, F] (turned: [R, D]).
+ffi::Error rows_product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows, ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::S32> layer,
+                        ffi::Buffer<ffi::S32> sizes, ffi::Buffer<ffi::S32> first, ffi::ResultBuffer<ffi::F32> out, bool turned) {
+  const auto shape = weights.dimensions();
+  const long layers = shape[0], groups = shape[1], num_rows = rows.dimensions()[0];
+  Weights own{weights.typed_data(), shape[2], shape[3]};
+  own.data += std::clamp<long>(layer.typed_data()[0], 0, layers - 1) * groups * own.depth * own.width;
+  const long width = turned ? own.depth : own.width;
+  const auto starts = group_starts(sizes.typed_data(), groups, first.typed_data()[0], num_rows);
+  std::vector<Piece> pieces;
+  long chunks = 0;
+  for (long e = 0; e < groups; ++e) chunks += up(starts[e + 1] - starts[e], kChunk);
+  // A few pieces a thread, so that all end together; more would pack a chunk more often.
+  const long sides = std::clamp(up(4 * pool.num_threads(), std::max(1L, chunks)), 1L, up(width, kSide));
+  const long side = up(up(width, sides), kColumns) * kColumns;
+  for (long e = 0; e < groups; ++e)
+    for (long r = starts[e], chunk; r < starts[e + 1]; r += chunk) {
+      // Equal chunks: a short last one would use the processor badly.
+      const long left = starts[e + 1] - r;
+      chunk = up(left, up(left, kChunk));
+      for (long c = 0; c < width; c += side) pieces.push_back({e, r, chunk, c, std::min(side, width - c)});
+    }
+  float* to = out->typed_data();
+  std::memset(to, 0, sizeof(float) * starts[0] * width);
+  std::memset(to + starts[groups] * width, 0, sizeof(float) * (num_rows - starts[groups]) * width);
+  share(pool, static_cast<long>(pieces.size()), [&](long i) { rows_piece(pieces[i], rows.typed_data(), own, turned, to); });
+  return ffi::Error::Success();
+}
+
+// Of each group X^T dY: x [R, D], ct [R, F] -> [E, D, F].
+ffi::Error weights_product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> ct, ffi::Buffer<ffi::S32> sizes,
+                           ffi::Buffer<ffi::S32> first, ffi::ResultBuffer<ffi::F32> out) {
+  const auto shape = out->dimensions();
+  const Weights own{nullptr, shape[1], shape[2]};
+  const long groups = shape[0];
+  const auto starts = group_starts(sizes.typed_data(), groups, first.typed_data()[0], x.dimensions()[0]);
+  std::vector<Piece> pieces;
+  const long height = up(up(own.depth, up(own.depth, kChunk)), kRows) * kRows;
+  for (long e = 0; e < groups; ++e)
+    for (long d = 0; d < own.depth; d += height) pieces.push_back({e, d, std::min(height, own.depth - d), 0, own.width});
+  share(pool, static_cast<long>(pieces.size()), [&](long i) {
+    const long e = pieces[i].group;
+    weights_piece(pieces[i], x.typed_data(), ct.typed_data(), starts[e], starts[e + 1], own, out->typed_data());
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ernie_grouped_rows, rows_product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("turned"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ernie_grouped_weights, weights_product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+}  // namespace ernie
