@@ -16,7 +16,7 @@ from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import VisionConfig
 from ernie_jax.config.remat import remat_within
 from ernie_jax.nn.activation import ACTIVATION_FUNCTIONS
-from ernie_jax.nn.attention_kernels import AttentionMask, attend, choose_implementation
+from ernie_jax.nn.attention_kernels import AttentionMask, attend, choose_implementation, fits_natively
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.linear import Linear
 from ernie_jax.nn.norm import LayerNorm
@@ -58,6 +58,8 @@ class VisionBlock(nnx.Module):
             backend=jax.default_backend(),
             chunk_from=self.compute.attention_chunk_from,
             dtype=q.dtype,
+            # On a mesh the layout of images is the compiler's to choose.
+            native=fits_natively(q, k, on_meshes=False),
         )
         attended = attend(q, k, v, mask, implementation=implementation, chunk=self.compute.attention_chunk, tag="vit_attn")
         x = checkpoint_name(x + self.proj(attended.reshape(x.shape)), "vit_residual")

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ernie_jax.config.compute import ComputeConfig
 from ernie_jax.config.model import ModelConfig
-from ernie_jax.nn.attention_kernels import AttentionMask, attend, choose_implementation
+from ernie_jax.nn.attention_kernels import AttentionMask, attend, choose_implementation, fits_natively
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.kv_cache import LayerCache
 from ernie_jax.nn.parameter import Initializer, normal, parameter
@@ -75,6 +75,7 @@ class Attention(nnx.Module):
             backend=jax.default_backend(),
             chunk_from=self.compute.attention_chunk_from,
             dtype=q.dtype,
+            native=fits_natively(q, k),
         )
         out = attend(q, k, v, mask, implementation=implementation, chunk=self.compute.attention_chunk)
         out = constrain(out, "batch", "full_sequence", "activation_heads", None)

@@ -1,6 +1,7 @@
 """The mesh, the logical-axis rules, the constraint helper and multi-host start-up."""
 
 from ernie_jax.sharding.hosts import initialize_hosts
+from ernie_jax.sharding.kernels import on_shards
 from ernie_jax.sharding.layout import (
     Layout,
     constrain,
@@ -31,6 +32,7 @@ __all__ = [
     "make_mesh",
     "map_variables",
     "mesh_sizes",
+    "on_shards",
     "one_device_mesh",
     "path_name",
     "rules_named",

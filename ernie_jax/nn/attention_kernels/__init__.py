@@ -12,7 +12,7 @@ from ernie_jax.nn.attention_kernels.chunked import chunked_attention
 from ernie_jax.nn.attention_kernels.cudnn import cudnn_attention
 from ernie_jax.nn.attention_kernels.dense import dense_attention
 from ernie_jax.nn.attention_kernels.mask import AttentionMask
-from ernie_jax.nn.attention_kernels.native import native_attention
+from ernie_jax.nn.attention_kernels.native import fits_natively, native_attention
 from ernie_jax.nn.attention_kernels.tiles import tile_table
 
 ATTENTION_KERNELS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, AttentionMask, int, str], jax.Array]] = {
@@ -60,15 +60,19 @@ def attend(
     return ATTENTION_KERNELS[implementation](q, k, v, mask, chunk, tag)
 
 
-def choose_implementation(name: str, *, query_length: int, backend: str, chunk_from: int, dtype: DTypeLike) -> str:
+def choose_implementation(
+    name: str, *, query_length: int, backend: str, chunk_from: int, dtype: DTypeLike, native: bool = False
+) -> str:
     """The kernel that a configured name stands for.
 
     Args:
-      name: a key of ATTENTION_KERNELS, or `auto`: cuDNN on GPU in 16 bits, else chunked beyond `chunk_from` queries, else dense.
+      name: a key of ATTENTION_KERNELS, or `auto`: cuDNN on GPU in 16 bits, on CPU in float32 the native kernel where it fits,
+        else chunked beyond `chunk_from` queries, else dense.
       query_length: T.
       backend: `cpu`, `gpu` or `tpu`.
       chunk_from: longest T for the dense kernel, in tokens.
       dtype: of q.
+      native: whether the native kernel fits (see `fits_natively`).
 
     Raises:
       ValueError: an unknown name.
@@ -79,6 +83,8 @@ def choose_implementation(name: str, *, query_length: int, backend: str, chunk_f
         raise ValueError(f"unknown attention {name!r}; expected 'auto' or one of {sorted(ATTENTION_KERNELS)}")
     if backend == "gpu" and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
         return "cudnn"
+    if native and backend == "cpu" and jnp.dtype(dtype) == jnp.float32:
+        return "native"
     return "chunked" if query_length > chunk_from else "dense"
 
 
@@ -94,4 +100,4 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask)
         )
 
 
-__all__ = ["ATTENTION_KERNELS", "AttentionMask", "attend", "choose_implementation", "tile_table"]
+__all__ = ["ATTENTION_KERNELS", "AttentionMask", "attend", "choose_implementation", "fits_natively", "tile_table"]
