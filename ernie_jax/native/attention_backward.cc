@@ -48,7 +48,7 @@ class QueryTile {
         long c = 0;
         for (; c + kLanes <= shape.width; c += kLanes) sums += load(a + c) * load(b + c);
         for (; c < shape.width; ++c) inner[i] += a[c] * b[c];
-        for (int lane = 0; lane < kLanes; ++lane) inner[i] += sums[lane];
+        inner[i] += sum_of(sums);
         log_sum[i] = in.log_sum[(row * shape.heads + head) * shape.queries + first + i];
       }
       for (int j = 0; j < kVectors; ++j) {

@@ -103,8 +103,7 @@ void forward_query(const Inputs& in, const AttentionMask& mask, long row, long h
     for (; c + kLanes <= width; c += kLanes) sums += load(q + c) * load(k + c);
     float sum = 0;
     for (; c < width; ++c) sum += q[c] * k[c];
-    for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
-    scores[key] = sum * in.scale;
+    scores[key] = (sum + sum_of(sums)) * in.scale;
     top = std::max(top, scores[key]);
   }
   std::fill_n(out, width, 0.f);

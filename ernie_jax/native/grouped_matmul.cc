@@ -15,7 +15,7 @@ namespace {
 constexpr long kDepth = 512;                // of the contracted width at a time
 constexpr long kChunk = 18 * kRows;         // rows of a chunk
 constexpr long kSide = 8 * kColumns;        // columns of a piece of work
-constexpr long kFew = 6;                    // up to so many rows, weights are read as they lie
+constexpr int kFew = 8;                     // up to so many rows, weights are read as they lie
 
 struct LeftBuffer;
 struct RightBuffer;
@@ -42,39 +42,68 @@ std::vector<long> group_starts(const int32_t* sizes, long groups, long first, lo
   return starts;
 }
 
-// C [rows, columns] = rows [rows, depth] times a matrix, all as they lie: each number of the matrix is read once.
-template <int M>
-void few_rows(const float* left, long left_step, const float* right, long right_step, long depth, long columns, float* out, long out_step) {
-  constexpr int kWide = M <= 3 ? 4 : 2;
-  long c = 0;
-  for (; c + kWide * kLanes <= columns; c += kWide * kLanes) {
-    Vec sums[M][kWide] = {};
-    for (long k = 0; k < depth; ++k) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kWide; ++j) {
-        const Vec line = load(right + k * right_step + c + j * kLanes);
-#pragma GCC unroll 8
-        for (int i = 0; i < M; ++i) sums[i][j] += all(left[i * left_step + k]) * line;
-      }
-    }
-    for (int i = 0; i < M; ++i)
-      for (int j = 0; j < kWide; ++j) store(out + i * out_step + c + j * kLanes, sums[i][j]);
-  }
-  for (; c < columns; ++c)
-    for (int i = 0; i < M; ++i) {
-      float sum = 0;
-      for (long k = 0; k < depth; ++k) sum += left[i * left_step + k] * right[k * right_step + c];
-      out[i * out_step + c] = sum;
-    }
+// Columns of a piece of work: a few pieces a thread, so that all end together; more would pack a chunk more often.
+long side_columns(const ffi::ThreadPool& pool, long chunks, long width) {
+  const long sides = std::clamp(up(4 * pool.num_threads(), std::max(1L, chunks)), 1L, up(width, kSide));
+  return up(up(width, sides), kColumns) * kColumns;
 }
 
+// A few rows times a matrix, both as they lie: each number of the matrix is read once, along its lines.
+template <int M, int Lines>
+void few_lines(const float* left, long left_step, const float* right, long right_step, long columns, float* out, long out_step) {
+  long c = 0;
+  for (; c + kLanes <= columns; c += kLanes) {
+    Vec sums[M];
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) sums[i] = load(out + i * out_step + c);
+#pragma GCC unroll 8
+    for (int k = 0; k < Lines; ++k) {
+      const Vec line = load(right + k * right_step + c);
+#pragma GCC unroll 8
+      for (int i = 0; i < M; ++i) sums[i] += all(left[i * left_step + k]) * line;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) store(out + i * out_step + c, sums[i]);
+  }
+  for (; c < columns; ++c)
+    for (int i = 0; i < M; ++i)
+      for (int k = 0; k < Lines; ++k) out[i * out_step + c] += left[i * left_step + k] * right[k * right_step + c];
+}
+
+// The same with the matrix transposed: its lines are the columns, each multiplied with all rows.
 template <int M>
-void few_rows_of(long rows, const float* left, long left_step, const float* right, long right_step, long depth, long columns, float* out, long out_step) {
+void few_dots(const float* left, long left_step, const float* right, long right_step, long depth, long columns, float* out, long out_step) {
+  for (long c = 0; c < columns; ++c, right += right_step) {
+    Vec sums[M] = {};
+    long k = 0;
+    for (; k + kLanes <= depth; k += kLanes) {
+      const Vec line = load(right + k);
+#pragma GCC unroll 8
+      for (int i = 0; i < M; ++i) sums[i] += load(left + i * left_step + k) * line;
+    }
+    for (int i = 0; i < M; ++i) {
+      float sum = sum_of(sums[i]);
+      for (long rest = k; rest < depth; ++rest) sum += left[i * left_step + rest] * right[rest];
+      out[i * out_step + c] = sum;
+    }
+  }
+}
+
+template <int M = kFew>
+void few_rows(const Piece& piece, const float* left, const float* weight, long depth, long width, bool turned, float* out) {
   if constexpr (M > 0) {
-    if (rows == M) {
-      few_rows<M>(left, left_step, right, right_step, depth, columns, out, out_step);
+    if (piece.rows != M) {
+      few_rows<M - 1>(piece, left, weight, depth, width, turned, out);
+    } else if (turned) {
+      few_dots<M>(left, depth, weight + piece.column * depth, depth, depth, piece.columns, out + piece.column, width);
     } else {
-      few_rows_of<M - 1>(rows, left, left_step, right, right_step, depth, columns, out, out_step);
+      constexpr int kLines = 8;
+      for (int i = 0; i < M; ++i) std::fill_n(out + i * width + piece.column, piece.columns, 0.f);
+      long k = 0;
+      for (; k + kLines <= depth; k += kLines)
+        few_lines<M, kLines>(left + k, depth, weight + k * width + piece.column, width, piece.columns, out + piece.column, width);
+      for (; k < depth; ++k)
+        few_lines<M, 1>(left + k, depth, weight + k * width + piece.column, width, piece.columns, out + piece.column, width);
     }
   }
 }
@@ -85,8 +114,8 @@ void rows_piece(const Piece& piece, const float* rows, const Weights& weights, b
   const float* weight = weights.data + piece.group * weights.depth * weights.width;
   const float* left = rows + piece.first * depth;
   float* to = out + piece.first * width;
-  if (!turned && piece.rows <= kFew) {
-    few_rows_of<kFew>(piece.rows, left, depth, weight + piece.column, width, depth, piece.columns, to + piece.column, width);
+  if (piece.rows <= kFew) {
+    few_rows(piece, left, weight, depth, width, turned, to);
     return;
   }
   const long panels = up(piece.rows, kRows);
@@ -158,9 +187,7 @@ ffi::Error rows_product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows, ffi::B
   std::vector<Piece> pieces;
   long chunks = 0;
   for (long e = 0; e < groups; ++e) chunks += up(starts[e + 1] - starts[e], kChunk);
-  // A few pieces a thread, so that all end together; more would pack a chunk more often.
-  const long sides = std::clamp(up(4 * pool.num_threads(), std::max(1L, chunks)), 1L, up(width, kSide));
-  const long side = up(up(width, sides), kColumns) * kColumns;
+  const long side = side_columns(pool, chunks, width);
   for (long e = 0; e < groups; ++e)
     for (long r = starts[e], chunk; r < starts[e + 1]; r += chunk) {
       // Equal chunks: a short last one would use the processor badly.
@@ -182,10 +209,13 @@ ffi::Error weights_product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::B
   const Weights own{nullptr, shape[1], shape[2]};
   const long groups = shape[0];
   const auto starts = group_starts(sizes.typed_data(), groups, first.typed_data()[0], x.dimensions()[0]);
+  const long height = up(up(own.depth, up(own.depth, kChunk)), kRows) * kRows, chunks = groups * up(own.depth, height);
+  const long side = side_columns(pool, chunks, own.width);
   std::vector<Piece> pieces;
-  const long height = up(up(own.depth, up(own.depth, kChunk)), kRows) * kRows;
   for (long e = 0; e < groups; ++e)
-    for (long d = 0; d < own.depth; d += height) pieces.push_back({e, d, std::min(height, own.depth - d), 0, own.width});
+    for (long d = 0; d < own.depth; d += height)
+      for (long c = 0; c < own.width; c += side)
+        pieces.push_back({e, d, std::min(height, own.depth - d), c, std::min(side, own.width - c)});
   share(pool, static_cast<long>(pieces.size()), [&](long i) {
     const long e = pieces[i].group;
     weights_piece(pieces[i], x.typed_data(), ct.typed_data(), starts[e], starts[e + 1], own, out->typed_data());

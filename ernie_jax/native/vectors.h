@@ -69,6 +69,15 @@ inline void turn_stage(Vec* rows) {
   }
 }
 
+// The sum of all lanes.
+inline float sum_of(Vec value) {
+  float sums[kLanes];
+  store(sums, value);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  return sums[0];
+}
+
 // kLanes vectors as the columns of what they were the rows of.
 inline void turn(Vec* rows) {
   if constexpr (kLanes == 16) turn_stage<8>(rows);

@@ -8,6 +8,7 @@ from flax import nnx
 
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.parameter import normal, parameter
+from ernie_jax.nn.projection import project_turned
 from ernie_jax.sharding import constrain, constrain_in_stage, current_layout
 
 
@@ -48,5 +49,5 @@ class Head(nnx.Module):
 def project_to_vocabulary(x: jax.Array, kernel: jax.Array, dtypes: DtypePolicy) -> jax.Array:
     """Logits [B, T, V] in float32 from hidden states [B, T, D] and a head (or tied table) [V, D]."""
     x = constrain(x, "batch", "full_sequence", "activation_embed")
-    logits = jnp.einsum("btd,vd->btv", x, dtypes.cast(kernel), preferred_element_type=jnp.float32)
+    logits = project_turned(x, dtypes.cast(kernel))
     return constrain(logits, "batch", "full_sequence", "activation_vocab")

@@ -13,7 +13,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from ernie_jax.native import contracted_rows
 from ernie_jax.nn.dtypes import DtypePolicy
+from ernie_jax.nn.projection import multiplies_natively, project, project_turned
 from ernie_jax.sharding import BATCH_AXES, Layout, constrain, use_layout
 
 IGNORE = -100
@@ -103,17 +105,18 @@ def _loss_sum(
 
 def _logits(settings: _Settings, states: jax.Array, kernel: jax.Array) -> jax.Array:
     dtypes, layout = settings
-    logits = jnp.einsum("btd,vd->btv", states, dtypes.cast(kernel), preferred_element_type=jnp.float32)
     with use_layout(layout):
+        logits = project_turned(states, dtypes.cast(kernel))
         return constrain(logits, "batch", "full_sequence", "activation_vocab")
 
 
 def _forward(
     settings: _Settings, hidden: jax.Array, labels: jax.Array, weights: jax.Array | None, kernel: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Sum and losses, and the sum's gradients with respect to hidden and (turned, [D, V]) kernel."""
+    """Sum and losses, and the sum's gradients with respect to hidden and kernel (turned, [D, V], but of native products)."""
     dtypes, layout = settings
     head = dtypes.cast(kernel)
+    natively = _natively(settings, hidden, kernel)
 
     def piece(carry: tuple[jax.Array, jax.Array], x: _Piece) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
         total, d_head = carry
@@ -122,13 +125,16 @@ def _forward(
         factors = jnp.ones_like(losses) if factors is None else factors
         d_logits = pullback(factors)[0].astype(states.dtype)
         with use_layout(layout):
-            d_states = jnp.einsum("btv,vd->btd", d_logits, head)
+            d_states = project(d_logits, head)
             d_states = constrain(d_states, "batch", "full_sequence", "activation_embed")
-        # [D, V]: of the two factors of a product over tokens one is turned first; that should not be the logits.
-        d_head += jnp.einsum("btd,btv->dv", states, d_logits, preferred_element_type=jnp.float32)
+        if natively:
+            d_head += contracted_rows(*(a.reshape(-1, a.shape[-1]) for a in (d_logits, states)))
+        else:
+            # [D, V]: of the two factors of a product over tokens one is turned first; that should not be the logits.
+            d_head += jnp.einsum("btd,btv->dv", states, d_logits, preferred_element_type=jnp.float32)
         return (total + jnp.sum(losses * factors), d_head), (d_states, losses)
 
-    zero = jnp.zeros((kernel.shape[1], kernel.shape[0]), jnp.float32)
+    zero = jnp.zeros(kernel.shape if natively else kernel.shape[::-1], jnp.float32)
     (total, d_head), (d_hidden, losses) = jax.lax.scan(piece, (jnp.zeros((), jnp.float32), zero), (hidden, labels, weights))
     return (total, losses), (d_hidden, d_head)
 
@@ -138,7 +144,14 @@ def _backward(
 ) -> tuple[jax.Array, None, None, jax.Array]:
     d_hidden, d_head = saved
     ct, _ = cts
-    return (ct * d_hidden.astype(jnp.float32)).astype(d_hidden.dtype), None, None, (ct * d_head.T).astype(settings[0].param)
+    d_head = d_head if _natively(settings, d_hidden, d_head) else d_head.T
+    return (ct * d_hidden.astype(jnp.float32)).astype(d_hidden.dtype), None, None, (ct * d_head).astype(settings[0].param)
+
+
+def _natively(settings: _Settings, hidden: jax.Array, kernel: jax.Array) -> bool:
+    dtypes, layout = settings
+    with use_layout(layout):
+        return multiplies_natively(hidden.dtype, dtypes.compute, kernel.dtype)
 
 
 _loss_sum.defvjp(_forward, _backward)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ernie_jax.native import load
+from ernie_jax.native import grouped_rows, grouped_weights
 
 Array = jax.Array
 
@@ -29,7 +29,6 @@ def native_product(
     """
     if rows.dtype != jnp.float32:
         raise ValueError(f"grouped_matmul backend 'native' multiplies float32, got {rows.dtype}; use 'auto' or 'blocks'")
-    load()
     kept, layer = (jax.lax.stop_gradient(weights)[None], jnp.int32(0)) if stack is None else stack
     if kept.dtype != jnp.float32:
         kept, layer = jax.lax.stop_gradient(weights)[None], jnp.int32(0)
@@ -40,7 +39,7 @@ def native_product(
 @jax.custom_vjp
 def _product(rows: Array, weights: Array, kept: Array, layer: Array, sizes: Array, first: Array) -> Array:
     # `weights` is what the gradient is of; its values are read from `kept`, so that nothing has to make an array of them.
-    return _rows_product(rows, kept, layer, sizes, first, turned=False)
+    return grouped_rows(rows, kept, layer, sizes, first)
 
 
 def _forward(rows: Array, weights: Array, kept: Array, layer: Array, sizes: Array, first: Array) -> tuple[Array, tuple[Any, ...]]:
@@ -49,16 +48,8 @@ def _forward(rows: Array, weights: Array, kept: Array, layer: Array, sizes: Arra
 
 def _backward(saved: tuple[Any, ...], cotangent: Array) -> tuple[Array, Array, None, None, None, None]:
     rows, kept, layer, sizes, first = saved
-    shape = jax.ShapeDtypeStruct(kept.shape[1:], jnp.float32)
-    d_weights = jax.ffi.ffi_call("ernie_grouped_weights", shape)(rows, cotangent, sizes, first.reshape(1))
-    return _rows_product(cotangent, kept, layer, sizes, first, turned=True), d_weights, None, None, None, None
+    d_rows = grouped_rows(cotangent, kept, layer, sizes, first, turned=True)
+    return d_rows, grouped_weights(rows, cotangent, sizes, first), None, None, None, None
 
 
 _product.defvjp(_forward, _backward)
-
-
-def _rows_product(rows: Array, kept: Array, layer: Array, sizes: Array, first: Array, *, turned: bool) -> Array:
-    """Rows times W or, turned, W transposed; W of group e is kept[layer, e]."""
-    shape = jax.ShapeDtypeStruct((rows.shape[0], kept.shape[2 if turned else 3]), jnp.float32)
-    call = jax.ffi.ffi_call("ernie_grouped_rows", shape)
-    return call(rows, kept, layer.reshape(1), sizes, first.reshape(1), turned=turned)
