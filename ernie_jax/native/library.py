@@ -6,6 +6,8 @@ What is compiled depends on the processor (`-march=native`), so no wheel could c
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import functools
 import hashlib
@@ -15,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -29,12 +32,32 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "
 TARGETS = ("ernie_attention_backward", "ernie_attention_forward", "ernie_grouped_rows", "ernie_grouped_weights")
 
 
-@functools.cache
-def missing() -> str | None:
-    """Why the kernels cannot be had here, None where they can: what `auto` decides by, once a process.
+_switched_off: contextvars.ContextVar[bool] = contextvars.ContextVar("ernie_jax_native_off", default=False)
 
-    They can where they have been compiled, which this does if need be; it takes some 20 seconds, once a machine.
+
+@contextlib.contextmanager
+def switched_off() -> Iterator[None]:
+    """Inside, `auto` takes no native kernel.
+
+    For programs that are traced to be counted or compiled and never run here: what a compiler sees of a native kernel is its name.
     """
+    token = _switched_off.set(True)
+    try:
+        yield
+    finally:
+        _switched_off.reset(token)
+
+
+def missing() -> str | None:
+    """Why `auto` cannot have the kernels here, None where it can.
+
+    It can where they have been compiled, which this does if need be; it takes some 20 seconds, once a machine.
+    """
+    return "they are switched off" if _switched_off.get() else _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
     if jax.default_backend() != "cpu":
         return f"they are for CPUs, and this is {jax.default_backend()!r}"
     try:

@@ -12,7 +12,9 @@ from ernie_jax.sharding.layout import Layout
 Axes = Sequence[str | None]
 
 
-def on_shards(kernel: Callable[..., Any], layout: Layout | None, inputs: Sequence[Axes], outputs: Sequence[Axes]) -> Callable[..., Any]:
+def on_shards(
+    kernel: Callable[..., Any], layout: Layout | None, inputs: Sequence[Axes], outputs: Sequence[Axes]
+) -> Callable[..., Any]:
     """`kernel`, which takes and returns tuples of arrays, over the devices of a mesh; as it is without one.
 
     To the compiler a kernel of our own is a black box: of arrays that are split over devices it would bring all parts together

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from ernie_jax.config.model import ModelConfig
 from ernie_jax.config.remat import KINDS, TAGS_OF_KIND, Remat
 from ernie_jax.config.run import RunConfig
+from ernie_jax.native import switched_off
 from ernie_jax.parallel.remat import check_host_memory
 from ernie_jax.sharding import Layout
 from ernie_jax.train.abstract_batch import abstract_batch
@@ -117,7 +118,8 @@ def step_flops(run: RunConfig, layout: Layout) -> float:
     # A grouped product by name instead of a loop over blocks, whose rounds no program tells.
     counted = dataclasses.replace(run, moe=dataclasses.replace(run.moe, grouped_matmul="ragged_dot"))
     step = make_train_step(counted, layout)
-    return program_flops(step, abstract_state(run, layout), abstract_batch(run, layout), ragged_share=share)
+    with switched_off():
+        return program_flops(step, abstract_state(run, layout), abstract_batch(run, layout), ragged_share=share)
 
 
 def device_memory(run: RunConfig, layout: Layout) -> int | None:

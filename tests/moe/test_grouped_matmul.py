@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ernie_jax.moe import grouped_matmul as package
 from ernie_jax.moe.grouped_matmul import BACKENDS, grouped_matmul
 from ernie_jax.moe.grouped_matmul.blocks import block_counts, block_heights
+from ernie_jax.native import switched_off
 
 D, F = 6, 5
 
@@ -83,7 +84,7 @@ def test_empty_groups_and_spare_rows_get_exact_zeros(backend, sizes, spare):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"native"}))
 def test_bfloat16_is_accumulated_in_float32(backend):
     # 1024 rows of one: a bfloat16 sum stops at 256.
     rows, weights, cotangent = (jnp.ones(s, jnp.bfloat16) for s in ((1024, D), (1, D, F), (1024, F)))
@@ -215,22 +216,28 @@ def test_compiled_temporaries_do_not_grow_with_the_groups():
     assert (temporaries(64) - temporaries(8)) / 56 < 256
 
 
-def test_auto_follows_the_platform_and_says_so_once(caplog, monkeypatch):
-    args = inputs([3, 0, 2], 8)
-    calls = []
-    monkeypatch.setitem(package.BACKENDS, package.AUTO[jax.default_backend()], lambda *a: calls.append(a) or a[0])
+def test_auto_follows_the_platform_and_the_format_and_says_so_once(caplog):
+    rows, weights, _, sizes = inputs([3, 0, 2], 8)
     package._choose.cache_clear()
     with caplog.at_level(logging.INFO, logger=package.__name__):
-        grouped_matmul(args[0], args[1], args[3])
-        grouped_matmul(args[0], args[1], args[3])
-    assert len(calls) == 2
-    assert [r.getMessage() for r in caplog.records] == ["grouped_matmul backend on cpu: blocks"]
+        for _ in range(2):
+            native = jax.make_jaxpr(grouped_matmul)(rows, weights, sizes)
+        half = jax.make_jaxpr(grouped_matmul)(rows.astype(jnp.bfloat16), weights.astype(jnp.bfloat16), sizes)
+        with switched_off():
+            other = jax.make_jaxpr(lambda *args: grouped_matmul(*args))(rows, weights, sizes)
+    assert "ernie_grouped_rows" in str(native)
+    assert "ffi_call" not in str(half) and "ffi_call" not in str(other)
+    assert [r.getMessage() for r in caplog.records] == [
+        "grouped_matmul backend on cpu: native",
+        "grouped_matmul backend on cpu: blocks (not native: it multiplies float32 on CPUs)",
+        "grouped_matmul backend on cpu: blocks (not native: they are switched off)",
+    ]
     assert (package.AUTO["gpu"], package.AUTO["tpu"]) == ("pallas", "megablox")
 
 
 def test_mistakes_are_named():
     rows, weights, _, sizes = inputs([3, 0, 2], 8)
-    with pytest.raises(ValueError, match=r"'fast'.*\['blocks', 'dense', 'megablox', 'pallas', 'ragged_dot'\]"):
+    with pytest.raises(ValueError, match=r"'fast'.*\['blocks', 'dense', 'megablox', 'native', 'pallas', 'ragged_dot'\]"):
         grouped_matmul(rows, weights, sizes, backend="fast")
     with pytest.raises(ValueError, match=r"\(8, 5\), \(3, 6, 5\), \(3,\)"):
         grouped_matmul(rows[:, :5], weights, sizes)
@@ -238,5 +245,7 @@ def test_mistakes_are_named():
         grouped_matmul(rows, weights, sizes[:2])
     with pytest.raises(ValueError, match=r"float32 and weights are bfloat16"):
         grouped_matmul(rows, weights.astype(jnp.bfloat16), sizes)
+    with pytest.raises(ValueError, match=r"'native' multiplies float32, got bfloat16; use 'auto' or 'blocks'"):
+        grouped_matmul(rows.astype(jnp.bfloat16), weights.astype(jnp.bfloat16), sizes, backend="native")
     with pytest.raises(ValueError, match=r"integers, got float32"):
         grouped_matmul(rows, weights, sizes.astype(jnp.float32))

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ernie_jax.nn.attention_kernels import ATTENTION_KERNELS, AttentionMask, attend, choose_implementation, tile_table
 from ernie_jax.nn.attention_kernels.cudnn import library_attention
 from ernie_jax.nn.attention_kernels.tiles import Visits
+from ernie_jax.sharding import Layout, make_mesh, rules_named, use_layout
 
 PACKED = [[1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 0], [1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0]]
 LEFT_PADDED = [[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 13]
@@ -64,7 +65,7 @@ def value_and_gradients(implementation, q, k, v, mask, weight, chunk=4):
     return [out, *gradients]
 
 
-@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+@pytest.mark.parametrize("implementation", ["dense", "chunked", "native"])
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (2, 2), (8, 2)])
 def test_value_equals_the_loop(implementation, segments, heads, kv_heads):
@@ -86,7 +87,23 @@ def test_chunked_equals_dense_in_value_and_gradients(segments, heads, kv_heads, 
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "kv_heads", "width", "documents"),
+    [(2, 333, 6, 3, 40, 3), (1, 600, 2, 1, 64, 5), (3, 37, 4, 4, 72, 2), (1, 500, 5, 1, 128, 1)],
+)
+def test_native_equals_chunked_over_many_tiles(batch, tokens, heads, kv_heads, width, documents):
+    """Several tiles of queries and blocks of keys, of sizes that no register divides; documents that begin within a tile."""
+    q, k, v, weight = inputs(batch, tokens, tokens, heads, kv_heads, width=width)
+    segments = np.sort(np.random.default_rng(1).integers(documents > 1, documents + 1, (batch, tokens)))
+    segments[:, -7:] = 0
+    mask = AttentionMask.causal(ids(segments))
+    with jax.default_matmul_precision("highest"):
+        native, chunked = (value_and_gradients(name, q, k, v, mask, weight, 64) for name in ("native", "chunked"))
+    for got, expected in zip(native, chunked, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "chunked", "native"])
 def test_gradients_equal_finite_differences(implementation):
     q, k, v, weight = inputs(1, 6, 6, 2, 1, width=4)
     mask = AttentionMask.causal(ids([[1, 1, 1, 2, 2, 0]]))
@@ -101,7 +118,7 @@ def test_gradients_equal_finite_differences(implementation):
         np.testing.assert_allclose((gradient * direction).sum(), (moved[0] - moved[1]) / 2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+@pytest.mark.parametrize("implementation", ["dense", "chunked", "native"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_cached_steps_equal_the_whole_sequence(implementation, queries):
     """Row 0 is left padded; slots after the new tokens are empty, and hold values that must not count."""
@@ -128,7 +145,7 @@ def test_cached_rows_may_stand_at_different_slots():
     np.testing.assert_array_equal(mask.allowed().sum(-1), [[3], [6]])
 
 
-@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+@pytest.mark.parametrize("implementation", ["dense", "chunked", "native"])
 @pytest.mark.parametrize("rows", [PACKED, LEFT_PADDED, [[0] * 13] * 2])
 def test_padding_is_zero_and_has_no_gradient(implementation, rows):
     q, k, v, weight = inputs(2, 13, 13, 4, 2)
@@ -141,7 +158,7 @@ def test_padding_is_zero_and_has_no_gradient(implementation, rows):
         assert (np.asarray(array)[padding] == 0).all()
 
 
-@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+@pytest.mark.parametrize("implementation", ["dense", "chunked", "native"])
 def test_documents_do_not_see_each_other(implementation):
     q, k, v, weight = inputs(1, 13, 13, 4, 2)
     segments = ids([PACKED[0]])
@@ -260,24 +277,27 @@ def loop_collectives(hlo):
     return everywhere, inside
 
 
-@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+@pytest.mark.parametrize("implementation", ["dense", "chunked", "native"])
 def test_sharded_over_batch_and_heads(implementation):
-    mesh = jax.make_mesh((2, 2, 2), ("data", "tensor", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = make_mesh(data=2, tensor=2, expert=2)
+    layout = Layout(mesh, rules_named("tp_sp"))
     q, k, v, weight = inputs(4, 13, 13, 8, 2)
     segments = ids(PACKED + LEFT_PADDED)
     heads = NamedSharding(mesh, P(("data", "expert"), None, "tensor", None))
     tokens = NamedSharding(mesh, P(("data", "expert"), None))
 
-    def step(q, k, v, weight, segments):
+    def step(layout, q, k, v, weight, segments):
         def loss(q, k, v):
-            out = attend(q, k, v, AttentionMask.causal(segments), implementation=implementation, chunk=4)
+            with use_layout(layout):
+                out = attend(q, k, v, AttentionMask.causal(segments), implementation=implementation, chunk=4)
             return jnp.sum(out * weight), out
 
         gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
         return [out, *gradients]
 
-    expected = jax.jit(step)(q, k, v, weight, segments)
-    sharded = jax.jit(step, in_shardings=(heads,) * 4 + (tokens,), out_shardings=heads)
+    expected = jax.jit(functools.partial(step, None))(q, k, v, weight, segments)
+    # Among shards the layout says how heads and batch are cut; the kernels of the compiler's own read it from the arrays.
+    sharded = jax.jit(functools.partial(step, layout), in_shardings=(heads,) * 4 + (tokens,), out_shardings=heads)
     arguments = [jax.device_put(x, heads) for x in (q, k, v, weight)] + [jax.device_put(segments, tokens)]
     compiled = sharded.lower(*arguments).compile()
     for got, one_device in zip(compiled(*arguments), expected, strict=True):
@@ -285,7 +305,7 @@ def test_sharded_over_batch_and_heads(implementation):
     everywhere, inside = loop_collectives(compiled.as_text())
     assert inside == []
     # The one thing shared is the table of tiles.
-    assert everywhere == ([] if implementation == "dense" else ["all-reduce"])
+    assert everywhere == (["all-reduce"] if implementation == "chunked" else [])
 
 
 def test_collective_reader_sees_a_loop():
@@ -333,9 +353,15 @@ def test_choose_implementation():
     assert choose("auto", 4096, "gpu", jnp.float32) == "chunked"
     assert choose("auto", 2048, "cpu", jnp.bfloat16) == "dense"
     assert choose("auto", 2049, "tpu", jnp.bfloat16) == "chunked"
+    natively = functools.partial(choose_implementation, "auto", query_length=64, chunk_from=2048, native=True)
+    assert natively(backend="cpu", dtype=jnp.float32) == "native"
+    assert natively(backend="cpu", dtype=jnp.bfloat16) == "dense"
+    assert natively(backend="tpu", dtype=jnp.float32) == "dense"
     for name in ATTENTION_KERNELS:
         assert choose(name, 1, "cpu", jnp.float32) == name
-    with pytest.raises(ValueError, match=r"unknown attention 'flash'; expected 'auto' or one of \['chunked', 'cudnn', 'dense'\]"):
+    with pytest.raises(
+        ValueError, match=r"unknown attention 'flash'; expected 'auto' or one of \['chunked', 'cudnn', 'dense', 'native'\]"
+    ):
         choose("flash", 1, "cpu", jnp.float32)
 
 

@@ -101,7 +101,8 @@ def resolve_backend(name: str, dtype: DTypeLike = jnp.float32) -> str:
     """
     platform = jax.default_backend()
     if name == "auto":
-        name = _choose(platform, jnp.dtype(dtype) == jnp.float32)
+        float32 = platform == "cpu" and jnp.dtype(dtype) == jnp.float32
+        name = _choose(platform, missing() if float32 else "it multiplies float32 on CPUs")
     if name not in BACKENDS:
         raise ValueError(f"unknown grouped_matmul backend {name!r}; expected 'auto' or one of {sorted(BACKENDS)}")
     if name not in backends_on(platform):
@@ -113,16 +114,14 @@ def resolve_backend(name: str, dtype: DTypeLike = jnp.float32) -> str:
 
 
 @functools.cache
-def _choose(platform: str, float32: bool) -> str:
+def _choose(platform: str, not_native: str | None) -> str:
     if platform not in AUTO:
         raise ValueError(
             f"grouped_matmul has no default backend for platform {platform!r} (known: {sorted(AUTO)}); "
             f"name one of {sorted(BACKENDS)}"
         )
-    chosen, why = AUTO[platform], ""
-    if platform == "cpu" and float32:
-        reason = missing()
-        chosen, why = ("native", "") if reason is None else (chosen, f" (not native: {reason})")
+    chosen = "native" if not_native is None else AUTO[platform]
+    why = f" (not native: {not_native})" if platform == "cpu" and not_native is not None else ""
     _log.info("grouped_matmul backend on %s: %s%s", platform, chosen, why)
     return chosen
 
