@@ -117,7 +117,7 @@ def _compiled() -> Path:
     if folder == scratch:
         return built
     # Other processes may do the same at this moment: whoever comes last replaces an equal file.
-    os.replace(built, kept)
+    built.replace(kept)
     shutil.rmtree(scratch, ignore_errors=True)
     return kept
 
@@ -129,8 +129,8 @@ def _compiler() -> str:
         if found is not None:
             return found
     raise ValueError(
-        f"the native kernels need a C++ compiler, found none of {', '.join((named,) if named else COMPILERS)}; install g++ or clang, "
-        "or set CXX to one"
+        f"the native kernels need a C++ compiler, found none of {', '.join((named,) if named else COMPILERS)}; "
+        "install g++ or clang, or set CXX to one"
     )
 
 
