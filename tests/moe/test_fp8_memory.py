@@ -9,6 +9,7 @@ from jax.extend.core import jaxprs_in_params
 
 from ernie_jax.config.run import DataConfig, RunConfig
 from ernie_jax.models import batch_shardings
+from ernie_jax.native import switched_off
 from ernie_jax.sharding import one_device_mesh
 from ernie_jax.testing import tiny_moe
 from ernie_jax.train.gradients import make_gradients
@@ -75,7 +76,8 @@ def test_the_compiled_step_is_smaller_by_it():
         sizes = []
         for remat in ("full", ("expert_gate_up",)):
             run, layout, state, batch = parts(precision, remat)
-            compiled = jax.jit(make_gradients(run, layout)).lower(state, batch).compile()
+            with switched_off():  # the products that both formats have in common
+                compiled = jax.jit(make_gradients(run, layout)).lower(state, batch).compile()
             sizes.append(compiled.memory_analysis().temp_size_in_bytes)
         added[precision] = sizes[1] - sizes[0]
     kept = ROWS * (2 * F + 4 * 4)
