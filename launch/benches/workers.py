@@ -120,7 +120,9 @@ class Worker:
 def take_turns(
     workers: Mapping[str, Worker], repeats: int, max_seconds: float = float("inf"), *, warm_up: int = 1
 ) -> Iterator[dict[str, dict[str, dict[str, float]]]]:
-    """Yields, `repeats` times, one run of each worker by name, its second in a row; every second round in reverse order.
+    """Yields, `repeats` times, one run of each worker by name; every second round in reverse order.
+
+    Of several, each runs twice in its turn, and the second run counts.
 
     Each runs `warm_up` times before, untimed, and the peaks of memory count from there. No round begins after `max_seconds`
     once three are done.
@@ -133,7 +135,8 @@ def take_turns(
     for i in range(repeats):
         if i >= FEWEST_ROUNDS and time.perf_counter() - begin > max_seconds:
             return
-        yield {name: _second_run(workers[name]) for name in list(workers)[:: -1 if i % 2 else 1]}
+        order = list(workers)[:: -1 if i % 2 else 1]
+        yield {name: _second_run(workers[name]) if len(workers) > 1 else workers[name].run() for name in order}
 
 
 def _second_run(worker: Worker) -> dict[str, dict[str, float]]:
