@@ -8,7 +8,7 @@ from ernie_jax.config import ComputeConfig
     [
         ("dtype", "fp8", r"dtype='fp8'; expected one of \('float32', 'bfloat16'\)"),
         ("param_dtype", "float16", r"param_dtype='float16'; expected one of.*did you mean 'bfloat16'"),
-        ("attention", "flash", r"attention='flash'; expected one of \('auto', 'dense', 'chunked', 'cudnn'\)"),
+        ("attention", "flash", r"attention='flash'; expected one of \('auto', 'native', 'dense', 'chunked', 'cudnn'\)"),
         ("dispatch", "alltoall", r"did you mean 'all_to_all'"),
         ("dispatch", "two_level", r"dispatch='two_level' with expert_nodes=None; dispatch='two_level' needs the number of nodes"),
         ("expert_nodes", 2, r"dispatch='auto' with expert_nodes=2"),

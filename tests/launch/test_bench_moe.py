@@ -23,7 +23,7 @@ def test_the_last_line_is_the_result_and_its_figures_agree():
     result = json.loads(done.stdout.splitlines()[-1])
     # R = 40 tokens x 2 rows; 2 R (16 x 16 + 8 x 16) FLOPs forward, twice that backward.
     assert result["flops"] == 3 * 2 * 80 * (16 * 16 + 8 * 16)
-    assert set(result["ratios"]) == {"blocks", "ragged_dot", "dense", "pallas", "megablox"}
+    assert set(result["ratios"]) == {"native", "blocks", "ragged_dot", "dense", "pallas", "megablox"}
     assert result["ratio_to_dense"] == result["ratios"][result["backend"]] > 0
     assert result["rounds"] == 3
     assert result["options"]["skew"] == "zipf"
