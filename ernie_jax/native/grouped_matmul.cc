@@ -12,8 +12,9 @@
 namespace ernie {
 namespace {
 
-constexpr long kDepth = 512;                // of the contracted width at a time
-constexpr long kChunk = 18 * kRows;         // rows of a chunk
+constexpr long kDepth = 512;                // of the contracted width is packed at a time
+constexpr long kPart = 256;                 // of it is multiplied at a time: both sides' panels stay in the first-level cache
+constexpr long kChunk = 22 * kRows;         // rows of a chunk
 constexpr long kSide = 8 * kColumns;        // columns of a piece of work
 constexpr int kFew = 8;                     // up to so many rows, weights are read as they lie
 
@@ -21,7 +22,8 @@ struct LeftBuffer;
 struct RightBuffer;
 
 struct Piece {
-  long group, first, rows, column, columns;
+  long group, first, rows, column, columns, depth;
+  long work() const { return rows * columns * depth; }
 };
 
 struct Weights {
@@ -40,6 +42,17 @@ std::vector<long> group_starts(const int32_t* sizes, long groups, long first, lo
   }
   starts[groups] = at;
   return starts;
+}
+
+// Into how many equal chunks a group's rows are cut: as many for each thread where there are enough.
+long chunks_of(const ffi::ThreadPool& pool, long rows) {
+  const long chunks = up(rows, kChunk), threads = std::max<long>(1, pool.num_threads());
+  return chunks < threads ? chunks : up(chunks, threads) * threads;
+}
+
+// The largest first: what ends last is then small.
+void sort_by_work(std::vector<Piece>& pieces) {
+  std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.work() > b.work(); });
 }
 
 // Columns of a piece of work: a few pieces a thread, so that all end together; more would pack a chunk more often.
@@ -108,6 +121,12 @@ void few_rows(const Piece& piece, const float* left, const float* weight, long d
   }
 }
 
+// A part of a block of `lines` lines to the second-level cache, while what is there is multiplied.
+inline void fetch(const float* block, long step, long lines, long columns, long part, long parts) {
+  for (long k = lines * part / parts; k < lines * (part + 1) / parts; ++k)
+    for (long c = 0; c < columns; c += 16) __builtin_prefetch(block + k * step + c, 0, 2);
+}
+
 // One piece: rows [first, first + rows) times W or, turned, W transposed.
 void rows_piece(const Piece& piece, const float* rows, const Weights& weights, bool turned, float* out) {
   const long depth = turned ? weights.width : weights.depth, width = turned ? weights.depth : weights.width;
@@ -128,18 +147,24 @@ void rows_piece(const Piece& piece, const float* rows, const Weights& weights, b
       pack_turned<kRows>(left + p * kRows * depth + k, depth, deep, height, packed + p * kRows * deep);
     }
     for (long c = piece.column; c < piece.column + piece.columns; c += kColumns) {
-      const int wide = static_cast<int>(std::min<long>(kColumns, piece.column + piece.columns - c));
-      if (turned) {
-        pack_turned<kColumns>(weight + c * depth + k, depth, deep, wide, panel);
-      } else {
-        pack_lines<kColumns>(weight + k * width + c, width, deep, wide, panel);
-      }
-      for (long p = 0; p < panels; ++p) {
-        const int height = static_cast<int>(std::min<long>(kRows, piece.rows - p * kRows));
-        const float* own = packed + p * kRows * deep;
-        float* tile = to + p * kRows * width + c;
-        k == 0 ? packed_product<false>(height, wide, deep, own, panel, tile, width)
-               : packed_product<true>(height, wide, deep, own, panel, tile, width);
+      const long wide = std::min<long>(kColumns, piece.column + piece.columns - c);
+      const long next = c + kColumns, more = std::clamp<long>(piece.column + piece.columns - next, 0, kColumns);
+      for (long part = 0; part < deep; part += kPart) {
+        const long lines = std::min(kPart, deep - part), line = k + part;
+        if (turned) {
+          pack_turned<kColumns>(weight + c * depth + line, depth, lines, static_cast<int>(wide), panel);
+        } else {
+          pack_lines<kColumns>(weight + line * width + c, width, lines, static_cast<int>(wide), panel);
+        }
+        for (long p = 0; p < panels; ++p) {
+          const int height = static_cast<int>(std::min<long>(kRows, piece.rows - p * kRows));
+          const float* own = packed + p * kRows * deep + part * kRows;
+          turned ? fetch(weight + next * depth + line, depth, more, lines, p, panels)
+                 : fetch(weight + line * width + next, width, lines, more, p, panels);
+          float* tile = to + p * kRows * width + c;
+          line == 0 ? packed_product<false>(height, static_cast<int>(wide), lines, own, panel, tile, width)
+                    : packed_product<true>(height, static_cast<int>(wide), lines, own, panel, tile, width);
+        }
       }
     }
   }
@@ -167,6 +192,8 @@ void weights_piece(const Piece& piece, const float* x, const float* ct, long sta
       for (long p = 0; p < panels; ++p) {
         const int height = static_cast<int>(std::min<long>(kRows, piece.rows - p * kRows));
         const float* own = packed + p * kRows * deep;
+        const long next = c + kColumns, more = std::min<long>(kColumns, piece.column + piece.columns - next);
+        if (more > 0) fetch(ct + k * shape.width + next, shape.width, deep, more, p, panels);
         float* tile = to + p * kRows * shape.width + c;
         k == start ? packed_product<false>(height, wide, deep, own, panel, tile, shape.width)
                    : packed_product<true>(height, wide, deep, own, panel, tile, shape.width);
@@ -182,19 +209,19 @@ ffi::Error rows_product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows, ffi::B
   const long layers = shape[0], groups = shape[1], num_rows = rows.dimensions()[0];
   Weights own{weights.typed_data(), shape[2], shape[3]};
   own.data += std::clamp<long>(layer.typed_data()[0], 0, layers - 1) * groups * own.depth * own.width;
-  const long width = turned ? own.depth : own.width;
+  const long depth = turned ? own.width : own.depth, width = turned ? own.depth : own.width;
   const auto starts = group_starts(sizes.typed_data(), groups, first.typed_data()[0], num_rows);
   std::vector<Piece> pieces;
   long chunks = 0;
-  for (long e = 0; e < groups; ++e) chunks += up(starts[e + 1] - starts[e], kChunk);
+  for (long e = 0; e < groups; ++e) chunks += chunks_of(pool, starts[e + 1] - starts[e]);
   const long side = side_columns(pool, chunks, width);
   for (long e = 0; e < groups; ++e)
-    for (long r = starts[e], chunk; r < starts[e + 1]; r += chunk) {
-      // Equal chunks: a short last one would use the processor badly.
-      const long left = starts[e + 1] - r;
-      chunk = up(left, up(left, kChunk));
-      for (long c = 0; c < width; c += side) pieces.push_back({e, r, chunk, c, std::min(side, width - c)});
+    for (long r = starts[e], n = chunks_of(pool, starts[e + 1] - r), chunk; r < starts[e + 1]; r += chunk, --n) {
+      // Equal chunks, of whole panels: a short last one would use the processor badly.
+      chunk = std::min(up(up(starts[e + 1] - r, n), kRows) * kRows, starts[e + 1] - r);
+      for (long c = 0; c < width; c += side) pieces.push_back({e, r, chunk, c, std::min(side, width - c), depth});
     }
+  sort_by_work(pieces);
   float* to = out->typed_data();
   std::memset(to, 0, sizeof(float) * starts[0] * width);
   std::memset(to + starts[groups] * width, 0, sizeof(float) * (num_rows - starts[groups]) * width);
@@ -209,13 +236,15 @@ ffi::Error weights_product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::B
   const Weights own{nullptr, shape[1], shape[2]};
   const long groups = shape[0];
   const auto starts = group_starts(sizes.typed_data(), groups, first.typed_data()[0], x.dimensions()[0]);
-  const long height = up(up(own.depth, up(own.depth, kChunk)), kRows) * kRows, chunks = groups * up(own.depth, height);
+  const long height = up(up(own.depth, chunks_of(pool, own.depth)), kRows) * kRows, chunks = groups * up(own.depth, height);
   const long side = side_columns(pool, chunks, own.width);
   std::vector<Piece> pieces;
   for (long e = 0; e < groups; ++e)
     for (long d = 0; d < own.depth; d += height)
       for (long c = 0; c < own.width; c += side)
-        pieces.push_back({e, d, std::min(height, own.depth - d), c, std::min(side, own.width - c)});
+        pieces.push_back(
+            {e, d, std::min(height, own.depth - d), c, std::min(side, own.width - c), starts[e + 1] - starts[e]});
+  sort_by_work(pieces);
   share(pool, static_cast<long>(pieces.size()), [&](long i) {
     const long e = pieces[i].group;
     weights_piece(pieces[i], x.typed_data(), ct.typed_data(), starts[e], starts[e + 1], own, out->typed_data());
