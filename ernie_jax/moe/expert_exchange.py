@@ -34,7 +34,7 @@ from ernie_jax.moe.grouped_matmul import grouped_matmul
 from ernie_jax.moe.places import to_places
 from ernie_jax.moe.quantized_products import GroupedProducts, RowGroups
 from ernie_jax.moe.routing import Routing
-from ernie_jax.nn.activation import gated
+from ernie_jax.nn.activation import gated_rows
 from ernie_jax.nn.fp8 import Fp8Counts
 from ernie_jax.parallel import after
 from ernie_jax.sharding import current_layout
@@ -177,5 +177,5 @@ def _gated_products(
     first, second = (None, None) if stack is None else stack.operands()
     hidden = product(rows, weights.gate_up.reshape(num_experts, dim, 2 * width), stack=first)
     hidden = checkpoint_name(hidden, f"{tag}_gate_up")
-    hidden = gated(hidden.reshape(-1, 2, width), hidden_act) * row_weights[:, None].astype(hidden.dtype)
+    hidden = gated_rows(hidden.reshape(-1, 2, width), row_weights, hidden_act)
     return product(checkpoint_name(hidden, f"{tag}_act"), weights.down, stack=second)

@@ -19,7 +19,7 @@ from ernie_jax.config.compute import Fp8Config
 from ernie_jax.moe.experts import ExpertWeights, QuantizedExperts
 from ernie_jax.moe.permute import no_gradient
 from ernie_jax.moe.quantized_products import GroupedProducts, RowGroups
-from ernie_jax.nn.activation import gated
+from ernie_jax.nn.activation import gated_rows
 from ernie_jax.nn.fp8 import E4M3, FP8_DTYPES, TILE, Fp8Counts, Quantized, count_losses, quantize, requantized_by_tokens
 
 Array = jax.Array
@@ -66,7 +66,7 @@ class Fp8Experts:
         return quantize(rows, FP8_DTYPES[self.config.gradient_format], (TILE,))
 
     def _weighted(self, hidden: Array, row_weights: Array) -> Array:
-        return gated(hidden, self.hidden_act) * row_weights[:, None].astype(hidden.dtype)
+        return gated_rows(hidden, row_weights, self.hidden_act)
 
     def _weight_gradient(self, x: Quantized, cotangent: Array, groups: RowGroups) -> Array:
         """[E, D, F] of the product of x [R, D] and weights, cotangent [R, F]."""

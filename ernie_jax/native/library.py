@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib
@@ -29,7 +30,10 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast")
 # What the library gives to XLA, each under its own name.
-TARGETS = ("ernie_attention_backward", "ernie_attention_forward", "ernie_grouped_rows", "ernie_grouped_weights")
+TARGETS = (
+    *("ernie_attention_backward", "ernie_attention_forward", "ernie_gated", "ernie_gated_gradient"),
+    *("ernie_grouped_rows", "ernie_grouped_weights"),
+)
 
 
 _switched_off: contextvars.ContextVar[bool] = contextvars.ContextVar("ernie_jax_native_off", default=False)
@@ -77,6 +81,16 @@ def load() -> None:
     library = ctypes.CDLL(str(_compiled()))
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+
+
+def ffi_call(target: str, shapes: Any) -> Any:
+    """The call of a kernel, to give its arguments and attributes to; under `vmap` one call an element.
+
+    Raises:
+      ValueError: no kernels here, see `load`.
+    """
+    load()
+    return jax.ffi.ffi_call(target, shapes, vmap_method="sequential")
 
 
 def cache_folder() -> Path:

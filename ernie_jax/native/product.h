@@ -94,6 +94,10 @@ inline void packed_product(int rows, int columns, long depth, const float* left,
 template <int Width>
 inline void pack_lines(const float* from, long step, long lines, int columns, float* to) {
   if (columns == Width) {
+    if constexpr (Width < kLanes) {
+      // Whole vectors: what one line writes too much the next writes over, and what it reads too much is of the line after it.
+      for (; lines > 1 && step >= kLanes; --lines, from += step, to += Width) store(to, load(from));
+    }
     for (long k = 0; k < lines; ++k) std::memcpy(to + k * Width, from + k * step, sizeof(float) * Width);
     return;
   }

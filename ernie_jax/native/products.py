@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from ernie_jax.native.library import load
+from ernie_jax.native.library import ffi_call
 
 Array = jax.Array
 
@@ -27,13 +25,13 @@ def grouped_rows(rows: Array, weights: Array, layer: Array, sizes: Array, first:
       [R, F], or [R, D] if turned.
     """
     shape = jax.ShapeDtypeStruct((rows.shape[0], weights.shape[2 if turned else 3]), jnp.float32)
-    return _call("ernie_grouped_rows", shape)(rows, weights, layer.reshape(1), sizes, first.reshape(1), turned=turned)
+    return ffi_call("ernie_grouped_rows", shape)(rows, weights, layer.reshape(1), sizes, first.reshape(1), turned=turned)
 
 
 def grouped_weights(rows: Array, cotangent: Array, sizes: Array, first: Array) -> Array:
     """Of each group X^T dY: rows [R, D], cotangent [R, F] -> [E, D, F], zero for a group without rows."""
     shape = jax.ShapeDtypeStruct((sizes.shape[0], rows.shape[1], cotangent.shape[1]), jnp.float32)
-    return _call("ernie_grouped_weights", shape)(rows, cotangent, sizes, first.reshape(1))
+    return ffi_call("ernie_grouped_weights", shape)(rows, cotangent, sizes, first.reshape(1))
 
 
 def product(x: Array, y: Array, *, turned: bool = False) -> Array:
@@ -48,8 +46,3 @@ def contracted_rows(x: Array, y: Array) -> Array:
 
 def _all_rows(x: Array) -> Array:
     return jnp.full((1,), x.shape[0], jnp.int32)
-
-
-def _call(target: str, shape: jax.ShapeDtypeStruct) -> Any:
-    load()
-    return jax.ffi.ffi_call(target, shape, vmap_method="sequential")

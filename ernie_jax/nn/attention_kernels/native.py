@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ernie_jax.native import load, missing
+from ernie_jax.native import ffi_call, load, missing
 from ernie_jax.nn.attention_kernels.mask import AttentionMask
 from ernie_jax.sharding import Layout, current_layout, on_shards
 
@@ -76,7 +76,7 @@ def _attention_forward(static: _Static, q: Array, k: Array, v: Array, places: tu
     def kernel(q: Array, *others: Array) -> Any:
         batch, queries, heads, _ = q.shape
         results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
-        return tuple(jax.ffi.ffi_call("ernie_attention_forward", results, vmap_method="sequential")(q, *others))
+        return tuple(ffi_call("ernie_attention_forward", results)(q, *others))
 
     out, log_sum = on_shards(kernel, layout, (_Q, _KV, _KV, *_PLACES), (_Q, _LOG_SUM))(q, k, v, *places)
     # Named here, where the backward's own copies are: kept under these names, they spare it this pass.
@@ -89,7 +89,7 @@ def _attention_backward(static: _Static, saved: tuple[Any, ...], ct: Array) -> t
 
     def kernel(*arrays: Array) -> Any:
         results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3])
-        return tuple(jax.ffi.ffi_call("ernie_attention_backward", results, vmap_method="sequential")(*arrays))
+        return tuple(ffi_call("ernie_attention_backward", results)(*arrays))
 
     axes = (_Q, _KV, _KV, *_PLACES, _Q, _LOG_SUM, _Q)
     d_q, d_k, d_v = on_shards(kernel, static[0], axes, (_Q, _KV, _KV))(q, k, v, *places, out, log_sum, ct)
