@@ -18,6 +18,7 @@ from ernie_jax.config.model import MoEConfig
 from ernie_jax.moe.routing import RouterStats, Routing, count_experts
 from ernie_jax.nn.dtypes import DtypePolicy
 from ernie_jax.nn.parameter import normal, parameter
+from ernie_jax.nn.projection import project_turned
 from ernie_jax.sharding import constrain
 
 
@@ -139,7 +140,7 @@ class Router(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Raw scores [B, T, E] of x [B, T, D], float32 at the highest precision: near-tied experts flip otherwise."""
-        z = jnp.einsum("btd,ed->bte", x.astype(jnp.float32), self.gate[...], precision=jax.lax.Precision.HIGHEST)
+        z = project_turned(x.astype(jnp.float32), self.gate[...], jax.lax.Precision.HIGHEST)
         return constrain(z, "batch", "sequence", "activation_experts")
 
     def __call__(self, x: jax.Array) -> tuple[Routing, jax.Array, jax.Array]:

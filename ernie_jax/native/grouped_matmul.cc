@@ -83,23 +83,32 @@ void few_lines(const float* left, long left_step, const float* right, long right
       for (int k = 0; k < Lines; ++k) out[i * out_step + c] += left[i * left_step + k] * right[k * right_step + c];
 }
 
-// The same with the matrix transposed: its lines are the columns, each multiplied with all rows.
-template <int M>
+// The same with the matrix transposed: its lines are the columns, `Columns` of them multiplied with all rows at a time.
+template <int M, int Columns>
 void few_dots(const float* left, long left_step, const float* right, long right_step, long depth, long columns, float* out, long out_step) {
-  for (long c = 0; c < columns; ++c, right += right_step) {
-    Vec sums[M] = {};
+  long c = 0;
+  for (; c + Columns <= columns; c += Columns, right += Columns * right_step) {
+    Vec sums[M][Columns] = {};
     long k = 0;
     for (; k + kLanes <= depth; k += kLanes) {
-      const Vec line = load(right + k);
+      Vec lines[Columns];
+#pragma GCC unroll 4
+      for (int j = 0; j < Columns; ++j) lines[j] = load(right + j * right_step + k);
 #pragma GCC unroll 8
-      for (int i = 0; i < M; ++i) sums[i] += load(left + i * left_step + k) * line;
+      for (int i = 0; i < M; ++i) {
+        const Vec row = load(left + i * left_step + k);
+#pragma GCC unroll 4
+        for (int j = 0; j < Columns; ++j) sums[i][j] += row * lines[j];
+      }
     }
-    for (int i = 0; i < M; ++i) {
-      float sum = sum_of(sums[i]);
-      for (long rest = k; rest < depth; ++rest) sum += left[i * left_step + rest] * right[rest];
-      out[i * out_step + c] = sum;
-    }
+    for (int i = 0; i < M; ++i)
+      for (int j = 0; j < Columns; ++j) {
+        float sum = sum_of(sums[i][j]);
+        for (long rest = k; rest < depth; ++rest) sum += left[i * left_step + rest] * right[j * right_step + rest];
+        out[i * out_step + c + j] = sum;
+      }
   }
+  if constexpr (Columns > 1) few_dots<M, 1>(left, left_step, right, right_step, depth, columns - c, out + c, out_step);
 }
 
 template <int M = kFew>
@@ -108,7 +117,7 @@ void few_rows(const Piece& piece, const float* left, const float* weight, long d
     if (piece.rows != M) {
       few_rows<M - 1>(piece, left, weight, depth, width, turned, out);
     } else if (turned) {
-      few_dots<M>(left, depth, weight + piece.column * depth, depth, depth, piece.columns, out + piece.column, width);
+      few_dots<M, (M > 4 ? 2 : 1)>(left, depth, weight + piece.column * depth, depth, depth, piece.columns, out + piece.column, width);
     } else {
       constexpr int kLines = 8;
       for (int i = 0; i < M; ++i) std::fill_n(out + i * width + piece.column, piece.columns, 0.f);

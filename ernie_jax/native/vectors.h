@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace ernie {
 
@@ -52,30 +53,55 @@ inline Vec exp_of_negative(Vec x) {
   return choose(tiny, Vec{}, scaled);
 }
 
-// The k-th of `Half` stages that turn kLanes vectors: two vectors exchange the blocks beside the diagonal.
+// Lanes picked out of a and, counted from kLanes on, b: lane i of the result is lane Pick::from(i).
+template <typename Pick, int... Lane>
+inline Vec picked(Vec a, Vec b, std::integer_sequence<int, Lane...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, Pick::from(Lane)...);
+#else
+  return __builtin_shuffle(a, b, IntVec{Pick::from(Lane)...});
+#endif
+}
+
+template <typename Pick>
+inline Vec picked(Vec a, Vec b) {
+  return picked<Pick>(a, b, std::make_integer_sequence<int, kLanes>{});
+}
+
+// Of the stages that turn kLanes vectors, the one in which two vectors exchange the blocks of `Stage` lanes beside the diagonal.
+template <int Stage>
+struct Upper {
+  static constexpr int from(int lane) { return lane & Stage ? kLanes + lane - Stage : lane; }
+};
+template <int Stage>
+struct Lower {
+  static constexpr int from(int lane) { return lane & Stage ? kLanes + lane : lane + Stage; }
+};
+
 template <int Stage>
 inline void turn_stage(Vec* rows) {
-  IntVec upper, lower;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    upper[lane] = lane & Stage ? kLanes + lane - Stage : lane;
-    lower[lane] = lane & Stage ? kLanes + lane : lane + Stage;
-  }
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
     if (i & Stage) continue;
     const Vec a = rows[i], b = rows[i + Stage];
-    rows[i] = __builtin_shuffle(a, b, upper);
-    rows[i + Stage] = __builtin_shuffle(a, b, lower);
+    rows[i] = picked<Upper<Stage>>(a, b);
+    rows[i + Stage] = picked<Lower<Stage>>(a, b);
   }
 }
 
-// The sum of all lanes.
+template <int Half>
+struct Across {
+  static constexpr int from(int lane) { return lane ^ Half; }
+};
+
+// The sum of all lanes: each takes the sum of ever more, by exchange with the one across.
+template <int Half = kLanes / 2>
 inline float sum_of(Vec value) {
-  float sums[kLanes];
-  store(sums, value);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
-  return sums[0];
+  if constexpr (Half == 0) {
+    return value[0];
+  } else {
+    return sum_of<Half / 2>(value + picked<Across<Half>>(value, value));
+  }
 }
 
 // kLanes vectors as the columns of what they were the rows of.

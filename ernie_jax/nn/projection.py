@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from ernie_jax.native import contracted_rows, missing, product
@@ -26,11 +27,11 @@ def project(x: Array, kernel: Array) -> Array:
     return _product(matmul_precision(), x, kernel)
 
 
-def project_turned(x: Array, kernel: Array) -> Array:
-    """x [B, T, D] times the transpose of kernel [V, D] -> [B, T, V] in float32."""
+def project_turned(x: Array, kernel: Array, precision: PrecisionLike = None) -> Array:
+    """x [B, T, D] times the transpose of kernel [V, D] -> [B, T, V] in float32; `precision` as of `jnp.einsum`."""
     if multiplies_natively(x.dtype, kernel.dtype):
         return _native_turned(x, kernel)
-    return jnp.einsum("btd,vd->btv", x, kernel, preferred_element_type=jnp.float32)
+    return jnp.einsum("btd,vd->btv", x, kernel, precision=precision, preferred_element_type=jnp.float32)
 
 
 def multiplies_natively(*dtypes: DTypeLike) -> bool:
