@@ -131,9 +131,9 @@ def measure(
         rounds: Iterable[Round] = take_turns(workers, args.repeats, args.seconds, warm_up=0)
         if console.is_terminal:
             rounds = track(rounds, total=args.repeats, description=" / ".join(sides), console=console, transient=True)
-        begin, busy = time.perf_counter(), busy_seconds()
+        begin, busy, before = time.perf_counter(), busy_seconds(), sum(worker.spent for worker in workers.values())
         rounds = list(rounds)
-        own = sum(part["cpu_seconds"] for r in rounds for side in r.values() for part in side.values())
+        own = sum(worker.spent for worker in workers.values()) - before
         others = other_cores(busy, own, time.perf_counter() - begin)
         warn_if_busy(others, console)
         return Measured(

@@ -46,6 +46,8 @@ class Worker:
           ValueError: what the factory refused.
           RuntimeError: any other failure, with its traceback.
         """
+        # Processor seconds of all runs so far, counted or not.
+        self.spent = 0.0
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         before = {name: os.environ.get(name) for name in environment or {}}
@@ -82,7 +84,9 @@ class Worker:
 
     def run(self) -> dict[str, dict[str, float]]:
         """One run of every part: part -> {"seconds", "cpu_seconds"}; processor time is that of all threads of the process."""
-        return self._ask("run")  # type: ignore[no-any-return]
+        parts: dict[str, dict[str, float]] = self._ask("run")
+        self.spent += sum(part["cpu_seconds"] for part in parts.values())
+        return parts
 
     def reset_peak(self) -> None:
         """Hands freed memory back and counts the peak from now."""
