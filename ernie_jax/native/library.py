@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-fno-math-errno")
 # What the library gives to XLA, each under its own name.
 TARGETS = (
-    *("ernie_attention_backward", "ernie_attention_forward", "ernie_gated", "ernie_gated_gradient"),
-    *("ernie_grouped_rows", "ernie_grouped_weights"),
+    *("ernie_adamw", "ernie_attention_backward", "ernie_attention_forward"),
+    *("ernie_gated", "ernie_gated_gradient", "ernie_grouped_rows", "ernie_grouped_weights"),
 )
 
 
@@ -83,14 +83,19 @@ def load() -> None:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
 
 
-def ffi_call(target: str, shapes: Any) -> Any:
+def ffi_call(target: str, shapes: Any, aliases: dict[int, int] | None = None) -> Any:
     """The call of a kernel, to give its arguments and attributes to; under `vmap` one call an element.
+
+    Args:
+      target: one of `TARGETS`.
+      shapes: of the results.
+      aliases: argument -> the result that takes its place in memory.
 
     Raises:
       ValueError: no kernels here, see `load`.
     """
     load()
-    return jax.ffi.ffi_call(target, shapes, vmap_method="sequential")
+    return jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases=aliases)
 
 
 def cache_folder() -> Path:

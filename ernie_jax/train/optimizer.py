@@ -15,6 +15,7 @@ import optax
 
 from ernie_jax.config.optimization import OptimizerConfig
 from ernie_jax.moe import orthogonal_loss
+from ernie_jax.native import adamw_step, missing
 
 Arrays = dict[str, jax.Array]
 
@@ -31,7 +32,7 @@ def decay_mask(paths: Sequence[str], excluded: Sequence[str]) -> dict[str, bool]
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019), clipping included, in three passes over memory a parameter.
+    """AdamW (Loshchilov and Hutter 2019), clipping included, in three passes over memory a parameter; by a native kernel in one.
 
     Each of the two moments and the parameter is one elementwise expression of buffers that may be reused for it, with the choice
     of a skipped step inside. A chain of transformations leaves XLA:CPU to copy both moments first, and takes three times as long.
@@ -39,10 +40,12 @@ class AdamW:
     Attributes:
       config: of the optimiser.
       decays: for each parameter path, whether weight decay applies.
+      alone: whether one device holds all of every parameter, so that a native kernel can take it where there is one.
     """
 
     config: OptimizerConfig
     decays: Mapping[str, bool]
+    alone: bool = False
 
     def init(self, values: Arrays) -> optax.ScaleByAdamState:
         """Moments of zero, float32, at step 0."""
@@ -71,6 +74,20 @@ class AdamW:
         first: Arrays = {}
         second: Arrays = {}
         for path, value in values.items():
+            if self._has_kernel(value, grads[path]):
+                new[path], first[path], second[path] = adamw_step(
+                    grads[path],
+                    value,
+                    (state.mu[path], state.nu[path]),
+                    scale=scale,
+                    unbias=(unbias_first, unbias_second),
+                    rate=rate,
+                    finite=finite,
+                    betas=(config.b1, config.b2),
+                    eps=config.eps,
+                    decay=config.weight_decay if self.decays[path] else 0.0,
+                )
+                continue
             grad, m, v = grads[path] * scale, state.mu[path], state.nu[path]
             m = jnp.where(finite, config.b1 * m + (1.0 - config.b1) * grad, m)
             v = jnp.where(finite, config.b2 * v + (1.0 - config.b2) * jnp.square(grad), v)
@@ -80,10 +97,13 @@ class AdamW:
             new[path], first[path], second[path] = jnp.where(finite, value - rate * step, value), m, v
         return new, optax.ScaleByAdamState(count=jnp.where(finite, count, state.count), mu=first, nu=second)
 
+    def _has_kernel(self, *arrays: jax.Array) -> bool:
+        return self.alone and all(a.dtype == jnp.float32 for a in arrays) and missing() is None
 
-def make_adamw(config: OptimizerConfig, paths: Sequence[str]) -> AdamW:
-    """The optimiser of the parameters of these paths."""
-    return AdamW(config, decay_mask(paths, config.decay_exclude))
+
+def make_adamw(config: OptimizerConfig, paths: Sequence[str], *, alone: bool = False) -> AdamW:
+    """The optimiser of the parameters of these paths; `alone` as of `AdamW`."""
+    return AdamW(config, decay_mask(paths, config.decay_exclude), alone)
 
 
 def orthogonal_step(values: Arrays, rate: jax.Array | float, num_groups: int) -> Arrays:

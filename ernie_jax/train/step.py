@@ -64,7 +64,7 @@ def make_train_step(run: RunConfig, layout: Layout) -> Callable[[TrainState, Bat
         finite = jnp.isfinite(total) & jnp.isfinite(norm)
         rate = schedule(state.step)
         with jax.named_scope("update"):
-            values, opt_state = _updated(run, state, grads, rate, finite)
+            values, opt_state = _updated(run, layout, state, grads, rate, finite)
             biases, ema = jax.tree.map(
                 lambda a, b: jnp.where(finite, a, b),
                 (_balanced(run, state, parts), _averaged(run, state, values)),
@@ -121,9 +121,12 @@ def model_of(run: RunConfig, layout: Layout, state: TrainState) -> TextModel:
     return model
 
 
-def _updated(run: RunConfig, state: TrainState, grads: Arrays, rate: jax.Array, finite: jax.Array) -> tuple[Arrays, Any]:
+def _updated(
+    run: RunConfig, layout: Layout, state: TrainState, grads: Arrays, rate: jax.Array, finite: jax.Array
+) -> tuple[Arrays, Any]:
     values = trained_values(run, state.params)
-    values, opt_state = make_adamw(run.optimizer, list(values)).update(grads, state.opt_state, values, rate, finite)
+    optimizer = make_adamw(run.optimizer, list(values), alone=layout.mesh.size == 1)
+    values, opt_state = optimizer.update(grads, state.opt_state, values, rate, finite)
     if run.moe.orthogonal_coef and run.moe.orthogonal_form == "step":
         values = orthogonal_step(values, jnp.where(finite, run.moe.orthogonal_coef, 0.0), run.moe.orthogonal_groups)
     return values, opt_state
