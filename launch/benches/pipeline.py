@@ -119,8 +119,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         begin, busy = time.perf_counter(), busy_seconds()
         rounds = [r["steps"] for r in rounds]
         facts, losses = worker.facts, worker.results()
-    own = sum(part["cpu_seconds"] for r in rounds for part in r.values())
-    others = other_cores(busy, own, time.perf_counter() - begin)
+    others = other_cores(busy, worker.spent, time.perf_counter() - begin)
     warn_if_busy(others, console)
     _check_losses(losses)
     found = {name: _fields(args, runs[name][0], facts[name], rounds, name) for name in runs}

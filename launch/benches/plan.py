@@ -107,8 +107,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         begin, busy = time.perf_counter(), busy_seconds()
         timed = [r["steps"] for r in rounds]
         facts, losses = worker.facts, worker.results()
-    own = sum(part["cpu_seconds"] for r in timed for part in r.values())
-    others = other_cores(busy, own, time.perf_counter() - begin)
+    others = other_cores(busy, worker.spent, time.perf_counter() - begin)
     warn_if_busy(others, console)
     _check_losses(losses)
     result = compared(chosen, timed)

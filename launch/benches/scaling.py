@@ -191,10 +191,9 @@ def _measure(axis: str, points: Mapping[int, Mapping[str, Any]], args: argparse.
         rounds: Iterable[Mapping[str, Any]] = take_turns({axis: worker}, args.repeats, args.seconds, warm_up=0)
         if console.is_terminal:
             rounds = track(rounds, total=args.repeats, description=axis, console=console, transient=True)
-        begin, busy = time.perf_counter(), busy_seconds()
+        begin, busy, before = time.perf_counter(), busy_seconds(), worker.spent
         timed = [r[axis] for r in rounds]
-        own = sum(part["cpu_seconds"] for r in timed for part in r.values())
-        others = other_cores(busy, own, time.perf_counter() - begin)
+        others = other_cores(busy, worker.spent - before, time.perf_counter() - begin)
         warn_if_busy(others, console)
     seconds = {size: [r[str(size)]["seconds"] for r in timed] for size in points}
     medians = [statistics.median(s) for s in seconds.values()]

@@ -63,10 +63,12 @@ class Worker:
                     os.environ[name] = value
         other.close()
         try:
-            self.facts: dict[str, Any] = self._receive()
+            facts, parts = self._receive()
         except BaseException:
             self.close()
             raise
+        self.facts: dict[str, Any] = facts
+        self.parts: int = parts
 
     def __enter__(self) -> Worker:
         return self
@@ -82,11 +84,17 @@ class Worker:
             self._process.terminate()
             self._process.join()
 
-    def run(self) -> dict[str, dict[str, float]]:
-        """One run of every part: part -> {"seconds", "cpu_seconds"}; processor time is that of all threads of the process."""
-        parts: dict[str, dict[str, float]] = self._ask("run")
-        self.spent += sum(part["cpu_seconds"] for part in parts.values())
-        return parts
+    def run(self, *, in_turn: bool = False) -> dict[str, dict[str, float]]:
+        """One run of every part: part -> {"seconds", "cpu_seconds"}; processor time is that of all threads of the process.
+
+        In turn with others each runs twice and the second run counts: as in a loop of them. The first meets what waiting has
+        left: threads of the side before that still spin (OpenMP's do, for 0.2 s), and memory that the system has taken back
+        meanwhile. On a virtual machine whose idle pages go to its host, getting them again cost a training step 1.5 s of system
+        time.
+        """
+        parts, spent = self._ask("run in turn" if in_turn else "run")
+        self.spent += spent
+        return parts  # type: ignore[no-any-return]
 
     def reset_peak(self) -> None:
         """Hands freed memory back and counts the peak from now."""
@@ -124,9 +132,9 @@ class Worker:
 def take_turns(
     workers: Mapping[str, Worker], repeats: int, max_seconds: float = float("inf"), *, warm_up: int = 1
 ) -> Iterator[dict[str, dict[str, dict[str, float]]]]:
-    """Yields, `repeats` times, one run of each worker by name; every second round in reverse order.
+    """Yields, `repeats` times, one run of each worker by name, in turn where there are several or one has several parts.
 
-    Of several, each runs twice in its turn, and the second run counts.
+    Every second round goes in reverse order.
 
     Each runs `warm_up` times before, untimed, and the peaks of memory count from there. No round begins after `max_seconds`
     once three are done.
@@ -140,18 +148,7 @@ def take_turns(
         if i >= FEWEST_ROUNDS and time.perf_counter() - begin > max_seconds:
             return
         order = list(workers)[:: -1 if i % 2 else 1]
-        yield {name: _second_run(workers[name]) if len(workers) > 1 else workers[name].run() for name in order}
-
-
-def _second_run(worker: Worker) -> dict[str, dict[str, float]]:
-    """A run right after another, as in a loop of them.
-
-    The first meets what waiting has left: threads of the side before that still spin (OpenMP's do, for 0.2 s), and memory that
-    the system has taken back meanwhile. On a virtual machine whose idle pages go to its host, getting them again cost a training
-    step 1.5 s of system time.
-    """
-    worker.run()
-    return worker.run()
+        yield {name: workers[name].run(in_turn=len(workers) > 1 or workers[name].parts > 1) for name in order}
 
 
 def _serve(pipe: Connection, factory: str, options: dict[str, Any]) -> None:
@@ -163,7 +160,7 @@ def _serve(pipe: Connection, factory: str, options: dict[str, Any]) -> None:
         trim()
         libraries = resident_bytes()
         side: Side = getattr(module, name)(options)
-        pipe.send(("ok", side.facts))
+        pipe.send(("ok", (side.facts, len(side.parts))))
         _answer(pipe, side, libraries)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
@@ -179,8 +176,11 @@ def _answer(pipe: Connection, side: Side, libraries: int | None) -> None:
     while True:
         question = pipe.recv()
         answer: object = None
-        if question == "run":
-            answer = {part: _timed(side, part, results[part]) for part in side.parts}
+        if question in ("run", "run in turn"):
+            before = time.process_time()
+            runs = 2 if question == "run in turn" else 1
+            answer = {part: [_timed(side, part, results[part]) for _ in range(runs)][-1] for part in side.parts}
+            answer = answer, time.process_time() - before
         elif question == "reset_peak":
             trim()
             counted = reset_peak()

@@ -55,7 +55,8 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches(result):
 
 def test_schedules_train_alike_and_are_timed_side_by_side(result):
     losses = result["losses"]
-    assert len(losses["gpipe"]) == 3
+    # Two to warm up, and of several schedules each runs twice in its turn.
+    assert len(losses["gpipe"]) == 4
     for name in ("1f1b", "interleaved"):
         assert losses[name] == pytest.approx(losses["gpipe"], rel=1e-4)
     assert losses["gpipe"][-1] < losses["gpipe"][0]
