@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=512, help="tokens a row of the base")
     parser.add_argument("--axes", default=",".join(AXES), help="comma list of the axes to measure")
     parser.add_argument("--points", type=int, default=5, help="most sizes an axis; fewer leave out sizes between the ends")
-    parser.add_argument("--repeats", type=int, default=3, help="most rounds an axis; the figures are medians over them")
+    parser.add_argument("--repeats", type=int, default=7, help="most rounds an axis; the figures are medians over them")
     parser.add_argument(
         "--seconds",
         "--max-seconds",

@@ -119,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", action="append", help="axis=size,...: also the same step on a mesh of that many fake CPU devices; may be repeated"
     )
+    parser.add_argument("--zero", type=int, choices=(0, 1, 3), default=0, help="of meshes: what ZeRO shards over data")
     parser.add_argument("--schedule", choices=PIPELINE_SCHEDULES, default="1f1b", help="of meshes with pipeline=")
     parser.add_argument("--microbatches", type=int, help="of meshes with pipeline= (default: one a stage)")
     parser.add_argument("--virtual-stages", type=int, default=1, help="of meshes with pipeline=; 2 or more for interleaved")
@@ -135,6 +136,8 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     meshes = {text: parse_mesh(text) for text in args.mesh or ()}
     batch_size, tokens = _batch_shape(args, meshes)
     check_at_least({**vars(args), "batch_size": batch_size, "tokens": tokens}, batch_size=1, tokens=2, repeats=1, profile_steps=0)
+    if args.zero and not meshes:
+        raise ValueError(f"--zero {args.zero} shards over the data axis of a mesh; give one with --mesh")
     if meshes and args.against is not None:
         raise ValueError("--mesh and --against are two comparisons; give one of them")
     check_comparison(args)
@@ -251,7 +254,7 @@ def _mesh_run(args: argparse.Namespace, batch_size: int, tokens: int, sizes: Map
     if stages > 1:
         pipeline = PipelineConfig(schedule=args.schedule, microbatches=args.microbatches, virtual_stages=args.virtual_stages)
         StagePlan.spread(args.layers - 1, stages, args.virtual_stages)
-    return run_config(vars(args), batch_size=batch_size, tokens=tokens, mesh=sizes, pipeline=pipeline)
+    return run_config(vars(args), batch_size=batch_size, tokens=tokens, mesh={**sizes, "zero": args.zero}, pipeline=pipeline)
 
 
 def _mesh_side(run: RunConfig, tokens: np.ndarray, sizes: Mapping[str, int], profiled: int) -> SideSpec:

@@ -90,6 +90,7 @@ def test_shares_of_collectives_are_those_of_the_mesh(result):
         (["--tokens", "1"], "--tokens must be at least 2, got 1"),
         (["--mesh", "data=2,data=4"], "'data=4'; expected axis=size"),
         (["--mesh", "data=8", "--batch-size", "4"], "--batch-size a multiple of 8"),
+        (["--zero", "1"], "give one with --mesh"),
         (["--mesh", "pipeline=2", "--microbatches", "3"], "--batch-size a multiple of 3"),
         (["--mesh", "pipeline=4"], "2 repeating layers cannot be spread over 4 pipeline stages"),
         (["--mesh", "pipeline=2", "--virtual-stages", "2"], "only 'interleaved' has more than 1"),
