@@ -16,6 +16,7 @@ constexpr long kDepth = 512;                // of the contracted width is packed
 constexpr long kPart = 256;                 // of it is multiplied at a time: both sides' panels stay in the first-level cache
 constexpr long kChunk = 22 * kRows;         // rows of a chunk
 constexpr long kSide = 8 * kColumns;        // columns of a piece of work
+constexpr long kLine = 16;                  // floats of a line of the caches
 constexpr int kFew = 8;                     // up to so many rows, weights are read as they lie
 
 struct LeftBuffer;
@@ -30,7 +31,6 @@ struct Weights {
   const float* data;  // of the layer: [E, D, F]
   long depth, width;  // D, F
 };
-
 
 // The starts of groups, clipped to the rows there are: sizes that do not fit must not reach other memory.
 std::vector<long> group_starts(const int32_t* sizes, long groups, long first, long rows) {
@@ -130,10 +130,10 @@ void few_rows(const Piece& piece, const float* left, const float* weight, long d
   }
 }
 
-// A part of a block of `lines` lines to the second-level cache, while what is there is multiplied.
+// Part `part` of `parts` of a block to the second-level cache, to be packed next, while what is there is multiplied.
 inline void fetch(const float* block, long step, long lines, long columns, long part, long parts) {
   for (long k = lines * part / parts; k < lines * (part + 1) / parts; ++k)
-    for (long c = 0; c < columns; c += 16) __builtin_prefetch(block + k * step + c, 0, 2);
+    for (long c = 0; c < columns; c += kLine) __builtin_prefetch(block + k * step + c, 0, 2);
 }
 
 // One piece: rows [first, first + rows) times W or, turned, W transposed.
@@ -148,7 +148,7 @@ void rows_piece(const Piece& piece, const float* rows, const Weights& weights, b
   }
   const long panels = up(piece.rows, kRows);
   float* packed = thread_buffer<LeftBuffer>(panels * kRows * std::min(depth, kDepth) + kLanes);
-  float* panel = thread_buffer<RightBuffer>(kColumns * std::min(depth, kDepth) + kLanes);
+  float* panel = thread_buffer<RightBuffer>(kColumns * std::min(depth, kPart) + kLanes);
   for (long k = 0; k < depth; k += kDepth) {
     const long deep = std::min(kDepth, depth - k);
     for (long p = 0; p < panels; ++p) {
