@@ -33,8 +33,11 @@ def expected(gate_up: jax.Array, weights: jax.Array, ct: jax.Array) -> tuple[np.
 def test_native_gate_equals_the_formula(rows, width):
     gate_up, weights, ct = inputs(rows, width)
     got = gated_silu(gate_up, weights), *gated_silu_gradient(gate_up, weights, ct)
-    for found, wanted in zip(got, expected(gate_up, weights, ct), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6 * np.abs(wanted).max())
+    wanted = expected(gate_up, weights, ct)
+    # A sum over the width is as exact as its terms are large, not as it is itself.
+    terms = np.abs(np.asarray(ct) * np.asarray(gated_silu(gate_up, None))).sum(axis=1).max()
+    for found, value, size in zip(got, wanted, (*(np.abs(w).max() for w in wanted[:2]), terms), strict=True):
+        np.testing.assert_allclose(found, value, rtol=2e-6, atol=2e-6 * size)
     ones = jnp.ones(rows)
     np.testing.assert_array_equal(gated_silu(gate_up, None), gated_silu(gate_up, ones))
     d_gate_up, d_weights = gated_silu_gradient(gate_up, None, ct)
