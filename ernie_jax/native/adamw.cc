@@ -37,15 +37,16 @@ float* in_place(const ffi::Buffer<ffi::F32>& argument, ffi::ResultBuffer<ffi::F3
 }
 
 // now: scale of the gradient, 1 / (1 - b1^t), 1 / (1 - b2^t), learning rate, and 0 where the step is to be skipped.
-ffi::Error adamw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> grad, ffi::Buffer<ffi::F32> value, ffi::Buffer<ffi::F32> first, ffi::Buffer<ffi::F32> second,
-                 ffi::Buffer<ffi::F32> now, ffi::ResultBuffer<ffi::F32> new_value, ffi::ResultBuffer<ffi::F32> new_first,
-                 ffi::ResultBuffer<ffi::F32> new_second, float b1, float b2, float eps, float decay) {
+ffi::Error adamw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> grad, ffi::Buffer<ffi::F32> value, ffi::Buffer<ffi::F32> first,
+                 ffi::Buffer<ffi::F32> second, ffi::Buffer<ffi::F32> now, ffi::ResultBuffer<ffi::F32> new_value,
+                 ffi::ResultBuffer<ffi::F32> new_first, ffi::ResultBuffer<ffi::F32> new_second, float b1, float b2, float eps,
+                 float decay) {
   const float* given = now.typed_data();
   const Step by{given[0], given[1], given[2], given[3], b1, b2, eps, decay};
   float *values = in_place(value, new_value), *firsts = in_place(first, new_first), *seconds = in_place(second, new_second);
   if (given[4] == 0) return ffi::Error::Success();
   const long size = static_cast<long>(grad.element_count());
-  share(pool, (size + kPiece - 1) / kPiece, [&](long i) {
+  share(pool, up(size, kPiece), [&](long i) {
     const long from = i * kPiece;
     step_of(by, std::min(kPiece, size - from), grad.typed_data() + from, values + from, firsts + from, seconds + from);
   });

@@ -55,7 +55,7 @@ void along(long width, const Work& work) {
 template <typename Row>
 void by_rows(ffi::ThreadPool& pool, long rows, long width, const Row& row) {
   const long piece = std::max(1L, kNumbers / std::max(1L, width));
-  share(pool, (rows + piece - 1) / piece, [&](long i) {
+  share(pool, up(rows, piece), [&](long i) {
     for (long r = i * piece; r < std::min(rows, (i + 1) * piece); ++r) row(r);
   });
 }

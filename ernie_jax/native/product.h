@@ -20,9 +20,6 @@ constexpr int kRows = 4, kVectors = 2;
 #endif
 constexpr int kColumns = kVectors * kLanes;
 
-// number / unit, rounded up.
-inline long up(long number, long unit) { return (number + unit - 1) / unit; }
-
 // Both sides of a product, the contracted index in `parts` parts of `depth`.
 struct Factors {
   const float* left;

@@ -13,6 +13,9 @@ namespace ernie {
 
 namespace ffi = xla::ffi;
 
+// number / unit, rounded up.
+inline long up(long number, long unit) { return (number + unit - 1) / unit; }
+
 // work(i) for i = 0 .. count - 1, each once, by this thread and whichever of the pool are free; returns when all are done.
 //
 // Nobody waits for a thread that has not begun: a kernel that is called from the pool itself, as others may be, ends alone if need be.

@@ -47,7 +47,9 @@ def test_adamw_equals_its_formula_over_three_updates(alone):
             step = (first[path] / (1 - 0.9**t)) / (np.sqrt(second[path] / (1 - 0.95**t)) + 1e-8)
             decay = 0.1 * value if path.endswith("kernel") else 0.0
             values[path] = value - rate * (step + decay)
-            np.testing.assert_allclose(got[path], values[path], rtol=2e-5, atol=1e-6, err_msg=path)
+            # Among many numbers some come near zero.
+            atol = 1e-6 if path == "b/kernel" else 0.0
+            np.testing.assert_allclose(got[path], values[path], rtol=2e-5, atol=atol, err_msg=path)
 
 
 def test_the_norm_that_clips_is_global_over_shards_and_groups():
