@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,13 +38,20 @@ class Context:
     index: jax.Array | None = None
     modality: jax.Array | None = None
 
+    def last(self) -> Context:
+        """What of this concerns each row's last token."""
+        rope = (self.rope[0][:, -1:], self.rope[1][:, -1:])
+        modality = None if self.modality is None else self.modality[:, -1:]
+        return replace(self, rope=rope, mask=self.mask.last(), valid=self.valid[:, -1:], modality=modality)
+
 
 @dataclass(frozen=True)
 class Collect:
-    """What a pass keeps beyond its result."""
+    """What a pass keeps: more than its result, or of it each row's last token alone, [B, 1, D], and no router output."""
 
     router_logits: bool = False
     hidden_states: bool = False
+    last_only: bool = False
 
 
 class DecoderLayer(nnx.Module):
@@ -77,10 +84,16 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, context: Context, cache: LayerCache | None, stacks: Any, collect: Collect
     ) -> tuple[jax.Array, LayerCache | None, RouterOutput | None]:
-        """[B, T, D] -> ([B, T, D], the cache, what the router did or None for a dense layer); `stacks`: experts in place."""
+        """[B, T, D] -> ([B, T, D], the cache, what the router did or None for a dense layer); `stacks`: experts in place.
+
+        With `collect.last_only` all tokens are keys and values, and the result is that of the last: [B, 1, D].
+        """
+        rope = context.rope
+        if collect.last_only:
+            context = context.last()
         with jax.named_scope("attention"):
-            attended, cache = self.attention(self.input_norm(x), context.rope, context.mask, cache, context.index)
-            x = checkpoint_name(x + attended, "residual")
+            attended, cache = self.attention(self.input_norm(x), rope, context.mask, cache, context.index)
+            x = checkpoint_name(x[:, -attended.shape[1] :] + attended, "residual")
         normed = self.post_attention_norm(x)
         router = None
         if self.moe is not None:
@@ -113,6 +126,8 @@ class DecoderSegment(nnx.Module):
         # A segment that a policy leaves alone runs as with `none`, its exchange included.
         compute = replace(compute, remat=remat_within(compute.remat, kinds_of(plan.unit, config)))
         self.remat = compute.remat
+        # With a limit on an expert's load, who else is in a row decides whether a token is dropped.
+        self.can_narrow = compute.capacity_factor is None
         self.layers = nnx.List([DecoderLayer(kind, config, compute, rngs=rngs, stack=plan.repeats) for kind in plan.unit])
 
     def __call__(
@@ -142,7 +157,7 @@ class DecoderSegment(nnx.Module):
           x: [B, T, D].
           context: what layers share.
           caches: of each layer of the unit, None without.
-          collect: what to keep.
+          collect: what to keep; with `last_only` the last layer is computed for each row's last token alone (inference only).
           count: int32 scalar, run only so many of the repetitions (without caches); None for all.
 
         Returns:
@@ -154,13 +169,15 @@ class DecoderSegment(nnx.Module):
         stacks = jax.lax.stop_gradient([() if layer.moe is None else layer.moe.stacks() for layer in self.layers])
         repeats = len(jax.tree.leaves(state)[0])
 
-        def unit(x: jax.Array, caches: Any, weights: Any, repeat: jax.Array, stacks: Any, context: Context) -> tuple[Any, Any]:
+        def unit(
+            x: jax.Array, caches: Any, weights: Any, repeat: jax.Array, stacks: Any, context: Context, last: bool = False
+        ) -> tuple[Any, Any]:
             layers = nnx.merge(graphdef, weights)
             new_caches, routers, hidden = [], [], []
             for i, layer in enumerate(layers):
                 cache = None if caches is None else caches[i].at(repeat)
                 own = [None if stack is None else stack.at(repeat) for stack in stacks[i]]
-                x, cache, router = layer(x, context, cache, own, collect)
+                x, cache, router = layer(x, context, cache, own, replace(collect, last_only=last and i == len(layers) - 1))
                 new_caches.append(None if cache is None else cache.at(None))
                 routers.append(router)
                 hidden.append(x if collect.hidden_states else None)
@@ -188,8 +205,25 @@ class DecoderSegment(nnx.Module):
         def step(carry: Any, xs: Any) -> tuple[Any, Any]:
             return remade(*carry, *xs, stacks, context)
 
+        if collect.last_only and self.can_narrow and x.shape[1] > 1:
+            return self._narrowed(x, caches, unit, state, stacks, context)
         (x, new_caches), (routers, hidden) = jax.lax.scan(step, (x, caches), (state, jnp.arange(repeats, dtype=jnp.int32)))
         return x, new_caches, routers, hidden
+
+    def _narrowed(
+        self, x: jax.Array, caches: Any, unit: Callable[..., tuple[Any, Any]], state: Any, stacks: Any, context: Context
+    ) -> tuple[jax.Array, Any, tuple[None, ...], tuple[None, ...]]:
+        """All repetitions, the last apart from the loop; its last layer goes on with each row's last token."""
+        repeats, nothing = len(jax.tree.leaves(state)[0]), (None,) * len(self.plan.unit)
+
+        def run(x: jax.Array, caches: Any, repeat: jax.Array, last: bool) -> Any:
+            # Read from the stack of all layers: one without the last would be a copy.
+            weights = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, repeat, keepdims=False), state)
+            return unit(x, caches, weights, repeat, stacks, context, last)[0]
+
+        carry, _ = jax.lax.scan(lambda c, r: (run(*c, r, False), None), (x, caches), jnp.arange(repeats - 1, dtype=jnp.int32))
+        x, caches = run(*carry, jnp.int32(repeats - 1), True)
+        return x, caches, nothing, nothing
 
 
 class Decoder(nnx.Module):
@@ -205,12 +239,14 @@ class Decoder(nnx.Module):
         caches: list[tuple[LayerCache, ...]] = []
         routers: list[RouterOutput] = []
         hidden: list[jax.Array] = []
+        tokens = x.shape[1]
         for i, segment in enumerate(self.segments):
-            x, layer_caches, outputs, states = segment(x, context, None if cache is None else cache.segments[i], collect)
+            own = replace(collect, last_only=collect.last_only and i == len(self.segments) - 1)
+            x, layer_caches, outputs, states = segment(x, context, None if cache is None else cache.segments[i], own)
             if layer_caches is not None:
                 caches.append(layer_caches)
             routers += outputs
             hidden += states
         if cache is not None:
-            cache = replace(cache, segments=tuple(caches)).advance(x.shape[1])
+            cache = replace(cache, segments=tuple(caches)).advance(tokens)
         return x, cache, tuple(routers), tuple(hidden)

@@ -111,7 +111,7 @@ class TextModel(nnx.Module):
     def next_logits(self, inputs: TextInputs, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Logits [B, V] after the last of the given tokens, and the cache with all of them: one step of generation."""
         with use_layout(self.layout):
-            hidden, cache_out, _, _ = self._hidden(inputs, cache, Collect())
+            hidden, cache_out, _, _ = self._hidden(inputs, cache, Collect(last_only=True))
             assert cache_out is not None
             return project_to_vocabulary(hidden[:, -1:], self.head_kernel, self.dtypes)[:, 0], cache_out
 

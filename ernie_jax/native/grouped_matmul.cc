@@ -12,9 +12,10 @@
 namespace ernie {
 namespace {
 
-constexpr long kDepth = 512;                // of the contracted width is packed at a time
+constexpr bool kWide = kLanes == 16;        // such processors have second-level caches of 1 MB and more, others of half as much
+constexpr long kDepth = kWide ? 512 : 256;  // of the contracted width is packed at a time
 constexpr long kPart = 256;                 // of it is multiplied at a time: both sides' panels stay in the first-level cache
-constexpr long kChunk = 22 * kRows;         // rows of a chunk
+constexpr long kChunk = (kWide ? 22 : 54) * kRows;  // rows of a chunk
 constexpr long kSide = 8 * kColumns;        // columns of a piece of work
 constexpr long kLine = 16;                  // floats of a line of the caches
 constexpr int kFew = 8;                     // up to so many rows, weights are read as they lie

@@ -31,6 +31,12 @@ struct Factors {
 // right + k * kColumns.
 template <int M, int LeftStep, int RowStep, bool Add>
 __attribute__((always_inline)) inline void product_tile(const Factors& factors, float* out, long out_step) {
+  // The results' lines come from memory while the product is made. Both ends: they need not begin where lines of the caches do.
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i) {
+    __builtin_prefetch(out + i * out_step, 1, 3);
+    __builtin_prefetch(out + i * out_step + kColumns - 1, 1, 3);
+  }
   Vec sums[M][kVectors] = {};
   for (long part = 0; part < factors.parts; ++part) {
     const float* left = factors.left + part * factors.left_part;

@@ -31,7 +31,7 @@ inline IntVec all(int32_t value) { return value - IntVec{}; }
 inline Vec choose(IntVec mask, Vec yes, Vec no) {
   return reinterpret_cast<Vec>((mask & reinterpret_cast<IntVec>(yes)) | (~mask & reinterpret_cast<IntVec>(no)));
 }
-inline Vec greater(Vec a, Vec b) { return choose(a > b, a, b); }
+inline Vec greater(Vec a, Vec b) { return a > b ? a : b; }
 
 // exp(x) for x <= 0 to about 1e-7 of its value, and exactly 0 below -87: by 2^n e^r with |r| <= ln(2) / 2.
 inline Vec exp_of_negative(Vec x) {

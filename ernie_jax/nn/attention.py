@@ -52,18 +52,19 @@ class Attention(nnx.Module):
         Args:
           x: [B, T, D], normalised.
           rope: cosines and sines [B, T, d / 2] of x's positions.
-          mask: who sees whom; over the cache's slots when there is one.
+          mask: who sees whom; over the cache's slots when there is one. With fewer queries than tokens, the last ask.
           cache: this layer's cache.
           index: the slot of x's first token in the cache.
 
         Returns:
-          ([B, T, D], the cache with x's keys and values, or None).
+          ([B, T, D] of the tokens that ask, the cache with x's keys and values, or None).
         """
         x = constrain(x, "batch", "full_sequence", "activation_embed")
-        q = self._heads(x, self.q_proj, "activation_heads")
+        asking = mask.query_segment_ids.shape[1]
+        q = self._heads(x[:, -asking:], self.q_proj, "activation_heads")
         k = self._heads(x, self.k_proj, "activation_kv_heads")
         v = self._heads(x, self.v_proj, "activation_kv_heads")
-        q, k = rotate_interleaved(q, *rope), rotate_interleaved(k, *rope)
+        q, k = rotate_interleaved(q, *(table[:, -asking:] for table in rope)), rotate_interleaved(k, *rope)
         q, k, v = (checkpoint_name(t, "qkv") for t in (q, k, v))
         if cache is not None:
             assert index is not None

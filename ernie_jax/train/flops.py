@@ -92,19 +92,21 @@ def matmul_parameters(config: ModelConfig, *, mtp_blocks: int = 0) -> int:
     A block of multi-token prediction has a projection, a dense layer, and the model's head once more.
     """
     d = config.hidden_size
+    head = d * config.vocab_size
+    further = 2 * d * d + layer_parameters(config, "dense") + head
+    return head + sum(layer_parameters(config, kind) for kind in config.layer_kinds) + mtp_blocks * further
+
+
+def layer_parameters(config: ModelConfig, kind: str) -> int:
+    """The same of one layer, `dense` or `moe`."""
+    d = config.hidden_size
     attention = d * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
-    total = d * config.vocab_size
-    for kind in config.layer_kinds:
-        total += attention
-        if kind == "dense":
-            total += 3 * d * config.intermediate_size
-        else:
-            moe = config.moe
-            assert moe is not None
-            experts = 3 * d * (moe.num_experts_per_tok * moe.intermediate_size + moe.shared_intermediate_size)
-            total += d * moe.num_experts + experts
-    further = 2 * d * d + attention + 3 * d * config.intermediate_size + d * config.vocab_size
-    return total + mtp_blocks * further
+    if kind == "dense":
+        return attention + 3 * d * config.intermediate_size
+    moe = config.moe
+    assert moe is not None
+    experts = 3 * d * (moe.num_experts_per_tok * moe.intermediate_size + moe.shared_intermediate_size)
+    return attention + d * moe.num_experts + experts
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, *, mtp_blocks: int = 0) -> float:

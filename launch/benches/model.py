@@ -14,7 +14,7 @@ import numpy as np
 
 from ernie_jax.config import ModelConfig, MoEConfig
 from ernie_jax.config.run import DataConfig, MeshConfig, RunConfig, ScheduleConfig
-from ernie_jax.train.flops import flops_per_token, matmul_parameters
+from ernie_jax.train.flops import flops_per_token, layer_parameters, matmul_parameters
 
 BYTES = {"float32": 4, "bfloat16": 2}
 # Option -> (default, least, help).
@@ -113,10 +113,16 @@ def train_flops(config: ModelConfig, batch_size: int, tokens: int) -> float:
 
 
 def prefill_flops(config: ModelConfig, batch_size: int, tokens: int) -> float:
-    """Model FLOPs of reading B rows of T tokens, with logits of each row's last token only."""
-    head = config.hidden_size * config.vocab_size
-    forward = 2 * (matmul_parameters(config) - head) + _attention_flops(config, tokens / 2)
-    return batch_size * (tokens * forward + 2 * head)
+    """Model FLOPs of reading B rows of T tokens, with logits of each row's last token only.
+
+    Of the last layer nobody needs more than keys and values of the tokens before the last; the rest is not counted.
+    """
+    head, last = config.hidden_size * config.vocab_size, layer_parameters(config, config.layer_kinds[-1])
+    keys_and_values = 2 * config.hidden_size * config.num_key_value_heads * config.head_dim
+    products = tokens * (matmul_parameters(config) - head - last) + (tokens - 1) * keys_and_values + last + head
+    one = _attention_flops(config, 1) / config.num_hidden_layers
+    pairs = (config.num_hidden_layers - 1) * tokens * tokens / 2 + tokens
+    return batch_size * (2 * products + one * pairs)
 
 
 def decode_flops(config: ModelConfig, batch_size: int, context: float) -> float:

@@ -37,9 +37,11 @@ def test_the_last_line_is_the_result_and_its_figures_agree():
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["tokens"] == 3 * 8
     assert result["tokens_per_s"] * result["seconds"] == pytest.approx(24)
-    # The head reads one token a row; the others go through attention, the dense MLP, gate, two experts and the shared one.
-    weights = 2 * 32 * 16 * 6 + 3 * 32 * 48 + 32 * 4 + 3 * 32 * 16 * 3
-    assert result["flops"] == 3 * (8 * (2 * weights + 4 * 2 * 2 * 16 * 4) + 2 * 32 * 64)
+    # All tokens go through attention and the dense MLP, then to keys and values; the last alone through the rest of the second
+    # layer (gate, two experts and the shared one) and the head.
+    first, second = 32 * 16 * 6 + 3 * 32 * 48, 32 * 16 * 6 + 32 * 4 + 3 * 32 * 16 * 3
+    products = 8 * first + 7 * 32 * 16 * 2 + second + 32 * 64
+    assert result["flops"] == 3 * (2 * products + 4 * 2 * 16 * (8 * 4 + 8))
     assert result["speedup"] is None
     assert result["agreement"] is None
     assert result["options"]["batch_size"] == 3

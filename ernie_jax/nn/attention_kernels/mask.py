@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,10 @@ class AttentionMask:
             jnp.broadcast_to(query, query_segment_ids.shape),
             jnp.broadcast_to(key, key_segment_ids.shape),
         )
+
+    def last(self) -> AttentionMask:
+        """The same with each row's last query alone."""
+        return replace(self, query_segment_ids=self.query_segment_ids[:, -1:], query_index=self.query_index[:, -1:])
 
     def allowed(self) -> jax.Array:
         """[B, T, S] bool."""
