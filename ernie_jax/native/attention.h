@@ -57,17 +57,29 @@ struct Range {
   }
 };
 
-// One row of the batch: which block of keys a tile of queries must look at, and where it has to look for every pair.
+// Keys [first, last) of a block, from the first to the last panel that a tile of queries must look at; where first is last, none.
+struct Span {
+  long first, last;
+  bool empty() const { return first == last; }
+};
+
+// One row of the batch: which panels of keys a tile of queries must look at, and where it has to look for every pair.
 class Visibility {
  public:
   Visibility(const AttentionShape& shape, const AttentionMask& mask) : mask_(mask), shape_(shape) {
-    for (long j = 0; j < shape.keys; j += kBlock)
-      keys_.emplace_back(mask.key_segments + j, mask.key_index + j, std::min<long>(kBlock, shape.keys - j));
+    for (long j = 0; j < shape.keys; j += kRows)
+      keys_.emplace_back(mask.key_segments + j, mask.key_index + j, std::min<long>(kRows, shape.keys - j));
     for (long i = 0; i < shape.queries; i += kTile)
       queries_.emplace_back(mask.query_segments + i, mask.query_index + i, std::min<long>(kTile, shape.queries - i));
   }
-  bool any(long tile, long block) const { return queries_[tile].meets(keys_[block]); }
-  bool every(long tile, long block) const { return queries_[tile].sees_all(keys_[block]); }
+  Span span(long tile, long block) const {
+    long first = block * kPanels, last = std::min<long>(first + kPanels, static_cast<long>(keys_.size()));
+    while (first < last && !queries_[tile].meets(keys_[first])) ++first;
+    while (first < last && !queries_[tile].meets(keys_[last - 1])) --last;
+    return {first * kRows, first == last ? first * kRows : std::min(last * kRows, shape_.keys)};
+  }
+  // Whether all queries of the tile see all keys of the panel that begins with `key`.
+  bool every(long tile, long key) const { return queries_[tile].sees_all(keys_[key / kRows]); }
 
   // The segments and indices of a tile's queries; those that are not there are padding.
   struct Queries {
@@ -121,20 +133,18 @@ inline void pack_tile(const float* from, const AttentionShape& shape, long count
     for (long i = 0; i < shape.width * kTile; i += kLanes) store(to + i, load(to + i) * scale);
 }
 
-// Scores of a block: keys times queries, [keys of the block, kTile].
-inline void block_scores(const float* packed_keys, const float* packed_queries, const AttentionShape& shape, long block, float* scores) {
-  const long first = block * kBlock, last = std::min(shape.keys, first + kBlock);
-  for (long key = first; key < last; key += kRows)
-    packed_product<false>(static_cast<int>(std::min<long>(kRows, last - key)), kColumns, shape.width,
-                          packed_keys + key * shape.width, packed_queries, scores + (key - first) * kTile, kTile);
+// Scores of a span: keys times queries, [keys of the span, kTile].
+inline void span_scores(const float* packed_keys, const float* packed_queries, const AttentionShape& shape, Span span, float* scores) {
+  for (long key = span.first; key < span.last; key += kRows)
+    packed_product<false>(static_cast<int>(std::min<long>(kRows, span.last - key)), kColumns, shape.width,
+                          packed_keys + key * shape.width, packed_queries, scores + (key - span.first) * kTile, kTile);
 }
 
-// out [width, kTile] += matrix [keys, width] turned, times weights [keys of the block, kTile].
-inline void add_block(const float* packed, const float* weights, const AttentionShape& shape, long block, float* out) {
-  const long first = block * kBlock, count = std::min<long>(kBlock, shape.keys - first);
+// out [width, kTile] += matrix [keys, width] turned, times weights [keys of the span, kTile].
+inline void add_span(const float* packed, const float* weights, const AttentionShape& shape, Span span, float* out) {
   for (long c = 0; c < shape.width; c += kRows)
-    packed_product<true>(static_cast<int>(std::min<long>(kRows, shape.width - c)), kColumns, count,
-                         packed + c * shape.blocks() * kBlock + first * kRows, weights, out + c * kTile, kTile);
+    packed_product<true>(static_cast<int>(std::min<long>(kRows, shape.width - c)), kColumns, span.last - span.first,
+                         packed + c * shape.blocks() * kBlock + span.first * kRows, weights, out + c * kTile, kTile);
 }
 
 // Memory of a call; what pack_turned writes past a panel has room.

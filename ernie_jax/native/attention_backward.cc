@@ -99,41 +99,43 @@ void backward_keys(const Inputs& in, const Visibility& visible, const Side& side
     const long start = tile * kTile, count = std::min<long>(kTile, shape.queries - start);
     std::fill_n(d_queries, group * width * kTile, 0.f);
     bool seen = false;
-    for (long block = first; block < last && !seen; ++block) seen = visible.any(tile, block);
+    for (long block = first; block < last && !seen; ++block) seen = !visible.span(tile, block).empty();
     if (seen) {
       const QueryTile queries(in, row, kv_head, tile, room);
       const auto own = visible.queries(tile);
       for (long block = first; block < last; ++block) {
-        if (!visible.any(tile, block)) continue;
-        const bool every = visible.every(tile, block);
-        const long keys_here = std::min<long>(kBlock, shape.keys - block * kBlock);
+        const Span span = visible.span(tile, block);
+        if (span.empty()) continue;
         for (long g = 0; g < group; ++g) {
           float *p = weights + g * one, *d = d_scores + g * one;
-          block_scores(side.keys_over_width, queries.queries(g), shape, block, p);
-          block_scores(side.values_over_width, queries.cotangents(g), shape, block, d);
+          span_scores(side.keys_over_width, queries.queries(g), shape, span, p);
+          span_scores(side.values_over_width, queries.cotangents(g), shape, span, d);
           for (int j = 0; j < kVectors; ++j) {
             const Vec log_sum = queries.log_sum(g, j), inner = queries.inner(g, j);
-            for (long n = 0; n < keys_here; ++n) {
-              const long at = n * kTile + j * kLanes;
-              // At most 0 but for rounding, or masked.
-              Vec weight = exp_of_negative(load(p + at) - log_sum);
-              if (!every) weight = choose(visible.sees(own, j, block * kBlock + n), weight, Vec{});
-              store(p + at, weight);
-              store(d + at, weight * (load(d + at) - inner));
+            for (long panel = span.first; panel < span.last; panel += kRows) {
+              const bool every = visible.every(tile, panel);
+              for (long key = panel; key < std::min(panel + kRows, span.last); ++key) {
+                const long at = (key - span.first) * kTile + j * kLanes;
+                // At most 0 but for rounding, or masked.
+                Vec weight = exp_of_negative(load(p + at) - log_sum);
+                if (!every) weight = choose(visible.sees(own, j, key), weight, Vec{});
+                store(p + at, weight);
+                store(d + at, weight * (load(d + at) - inner));
+              }
             }
           }
-          add_block(side.keys_over_keys, d, shape, block, d_queries + g * width * kTile);
+          add_span(side.keys_over_keys, d, shape, span, d_queries + g * width * kTile);
         }
-        for (long key = 0; key < keys_here; key += kRows) {
-          const int rows = static_cast<int>(std::min<long>(kRows, keys_here - key));
-          const long to = ((block - first) * kBlock + key) * wide;
+        for (long key = span.first; key < span.last; key += kRows) {
+          const int rows = static_cast<int>(std::min<long>(kRows, span.last - key));
+          const long from = (key - span.first) * kTile, to = (key - first * kBlock) * wide;
           for (long c = 0; c < wide; c += kColumns) {
             const long panel = c / kColumns;
             product_rows<1, kTile, true>(
-                rows, {weights + key * kTile, queries.cotangent_rows(panel), kTile, group, one, queries.between_heads()},
+                rows, {weights + from, queries.cotangent_rows(panel), kTile, group, one, queries.between_heads()},
                 d_values + to + c, wide);
             product_rows<1, kTile, true>(
-                rows, {d_scores + key * kTile, queries.query_rows(panel), kTile, group, one, queries.between_heads()},
+                rows, {d_scores + from, queries.query_rows(panel), kTile, group, one, queries.between_heads()},
                 d_keys + to + c, wide);
           }
         }

@@ -36,15 +36,18 @@ void forward_tile(const Inputs& in, const Visibility& visible, long row, long he
     total[j] = Vec{};
   }
   for (long block = 0; block < shape.blocks(); ++block) {
-    if (!visible.any(tile, block)) continue;
-    const long keys_here = std::min<long>(kBlock, shape.keys - block * kBlock);
-    block_scores(keys, queries, shape, block, scores);
-    if (!visible.every(tile, block))
-      for (long n = 0; n < keys_here; ++n)
+    const Span span = visible.span(tile, block);
+    if (span.empty()) continue;
+    const long keys_here = span.last - span.first;
+    span_scores(keys, queries, shape, span, scores);
+    for (long panel = span.first; panel < span.last; panel += kRows) {
+      if (visible.every(tile, panel)) continue;
+      for (long key = panel; key < std::min(panel + kRows, span.last); ++key)
         for (int j = 0; j < kVectors; ++j) {
-          float* at = scores + n * kTile + j * kLanes;
-          store(at, choose(visible.sees(own, j, block * kBlock + n), load(at), all(kMasked)));
+          float* at = scores + (key - span.first) * kTile + j * kLanes;
+          store(at, choose(visible.sees(own, j, key), load(at), all(kMasked)));
         }
+    }
     Vec fade[kVectors];
     for (int j = 0; j < kVectors; ++j) {
       Vec high = top[j];
@@ -65,7 +68,7 @@ void forward_tile(const Inputs& in, const Visibility& visible, long row, long he
         float* at = out + c * kTile + j * kLanes;
         store(at, load(at) * fade[j]);
       }
-    add_block(values, scores, shape, block, out);
+    add_span(values, scores, shape, span, out);
   }
   float tops[kTile], totals[kTile];
   for (int j = 0; j < kVectors; ++j) {
